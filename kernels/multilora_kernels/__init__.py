@@ -1,0 +1,1 @@
+"""Triton kernels for multi-LoRA serving. Importing this package does nothing heavy."""
