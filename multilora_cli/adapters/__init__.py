@@ -1,0 +1,1 @@
+"""Adapters: reading, checking, naming, and moving them between tiers."""

@@ -1,0 +1,1 @@
+"""The engine: schedule, run, postprocess. Token ids in, token ids out."""

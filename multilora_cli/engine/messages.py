@@ -1,0 +1,205 @@
+"""What the front process and the engine process say to each other.
+
+msgspec structs over one inherited socket pair, length-prefixed msgpack, no pickle and no port.
+Token ids only: the engine never sees text. The front resolves names to digests before it submits.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Tier = Literal["cold", "stored", "warm", "hot", "failed"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens. Ranges are checked in the front before anything is sent."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # the front draws one when the client gives none
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included unless ignored
+    logprobs: int | None = None  # alternatives beside the chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for prompt tokens (echo)
+
+
+class AdapterRef(msgspec.Struct, frozen=True):
+    """The exact adapter version a request was admitted with."""
+
+    name: str
+    digest: str  # sha256 hex of config and tensors
+    path: str  # local folder that holds adapter_config.json and *.safetensors
+    generation: int  # grows with every replacement under one name
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Run `n` sequences of one prompt; their deltas carry index 0 to n - 1."""
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    adapter: AdapterRef | None = None  # None: the base model
+    n: int = 1
+    cache_salt: str = ""  # prefix-cache entries are shared only within one salt
+    tenant: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client is gone: end every sequence of the request and free what it holds."""
+
+    request_id: int
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
+    """Read, check and convert an adapter to a warm image; `hot` copies it to the device too."""
+
+    call_id: int
+    adapter: AdapterRef
+    hot: bool = False
+    pin: Literal["hot", "warm"] | None = None
+    priority: int = 0
+
+
+class EvictAdapter(msgspec.Struct, frozen=True, tag="evict"):
+    """Move one digest down: `to` warm frees pages, cold frees pages and host bytes.
+
+    With references left it drains first; the reply comes when the bytes are free. `purge_cache`
+    drops the KV prefixes computed with the adapter as well (unload and replace).
+    """
+
+    call_id: int
+    digest: str
+    to: Literal["warm", "cold"] = "warm"
+    unpin: bool = False
+    purge_cache: bool = False
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """Ask for a snapshot of counters and residency."""
+
+    call_id: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Finish what was admitted within `deadline_s`, end the rest with an error, then exit."""
+
+    deadline_s: float
+
+
+ToEngine = Submit | Abort | LoadAdapter | EvictAdapter | Query | Drain
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probability of one token and of the best alternatives at its position."""
+
+    token_id: int
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Why a sequence ended without a finish: `code` is one of the error contract's."""
+
+    code: str  # adapter_unavailable, adapter_loading, internal_error, server_shutting_down ...
+    message: str
+    retry_after_s: float | None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step added to one sequence."""
+
+    request_id: int
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first delta
+    finish_reason: FinishReason | None = None
+    fault: Fault | None = None
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache; with the first delta
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """All deltas of one engine step in one message."""
+
+    deltas: list[Delta]
+
+
+class AdapterStatus(msgspec.Struct, frozen=True):
+    """Where one digest is and what it costs."""
+
+    digest: str
+    tier: Tier
+    pages: int
+    host_bytes: int
+    references: int
+    pinned: bool
+    loads: int
+    hits: int
+    last_used_s: float  # monotonic age in seconds since last use; -1: never
+    detail: str = ""  # the reason where tier is failed
+
+
+class AdapterEvent(msgspec.Struct, frozen=True, tag="adapter"):
+    """A digest changed its tier."""
+
+    status: AdapterStatus
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """How far the engine's start is: phase name, done and total in the phase's own unit."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine serves: what it allocated, beside what was planned."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+    num_pages: int
+    page_bytes: int
+    planned: dict[str, int]  # bytes by part: weights, pool, workspace, tables
+    allocated: dict[str, int]
+    notes: list[str] = []  # lines for the start panel
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Counters of the engine at one moment."""
+
+    waiting: int
+    running: int
+    pages_total: int
+    pages_free: int
+    pages_kv: int
+    pages_cached: int
+    pages_adapters: int
+    counters: dict[str, float]  # monotonically growing: steps, tokens, preemptions, evictions ...
+    running_adapters: dict[str, int]  # digest -> running sequences
+    waiting_adapters: dict[str, int]
+    adapters: list[AdapterStatus]
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """The answer to a call; `fault` is set when it failed."""
+
+    call_id: int
+    fault: Fault | None = None
+    status: AdapterStatus | None = None
+    snapshot: Snapshot | None = None
+    freed_pages: int = 0
+    freed_host_bytes: int = 0
+
+
+FromEngine = Step | AdapterEvent | Progress | Ready | Reply
