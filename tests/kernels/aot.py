@@ -1,0 +1,68 @@
+"""Compile a kernel for a GPU that is not here: type errors and shared memory without a device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from multilora_kernels.launch import Chip
+
+# A100, RTX 4090, H100/H200, RTX 5090: the cards named in the documentation.
+ARCHITECTURES = (80, 89, 90, 120)
+
+
+def shared_limit(sm: int) -> int:
+    """Shared memory one block may use on compute capability `sm`, in bytes."""
+    return Chip("", sm, 1).shared_bytes
+
+
+def compile_for(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    sm: int,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **options: Any,
+) -> int:
+    """Compile `kernel` down to a cubin for `sm`; returns the shared memory it needs, in bytes.
+
+    `signature` names the type of every run-time argument ("*bf16", "i32", "i64", "fp32"), in any
+    order; `constexprs` the value of every other. Pointers are taken to be 16-byte aligned, as
+    torch's allocations are, so that loads are as wide as on a device.
+    """
+    names = list(kernel.arg_names)
+    missing = [name for name in names if name not in signature and name not in constexprs]
+    unknown = [name for name in (*signature, *constexprs) if name not in names]
+    assert not missing and not unknown, f"missing {missing}, unknown {unknown}"
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in names}
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if types[name].startswith("*")
+    }
+    values = {(names.index(name),): value for name, value in constexprs.items()}
+    source = ASTSource(kernel, types, values, attrs)
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", sm, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages, **options},
+    )
+    return int(compiled.metadata.shared)
+
+
+def assert_fits(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    sm: int,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **options: Any,
+) -> None:
+    """Compile for `sm` and check that the kernel's shared memory fits that chip."""
+    shared = compile_for(kernel, signature, constexprs, sm, num_warps, num_stages, **options)
+    limit = shared_limit(sm)
+    assert shared <= limit, f"sm_{sm}: {shared} bytes of shared memory, {limit} allowed"
