@@ -1,0 +1,165 @@
+"""A fleet file on disk to a checked `Fleet`, every mistake one line with its place."""
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ValidationError
+
+from multilora_cli.errors import FleetError
+from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern, Fleet
+from multilora_cli.fleet.yaml import Document, KeyPath, read_yaml, scalar
+
+DEFAULT_FILES = ("fleet.yaml", "fleet.example.yaml")
+MAX_ERRORS = 5
+
+
+class LoadedFleet(NamedTuple):
+    """A fleet, and the folder that its relative paths start from."""
+
+    fleet: Fleet
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where relative paths of the file start."""
+        return self.path.parent
+
+
+def find_fleet(path: Path | None) -> Path:
+    """The file to use: `path`, else ./fleet.yaml, else ./fleet.example.yaml."""
+    if path is not None:
+        return path
+    for name in DEFAULT_FILES:
+        if Path(name).is_file():
+            return Path(name)
+    raise FleetError(
+        f"no fleet file: neither {' nor '.join(DEFAULT_FILES)} is in {Path.cwd()}",
+        hint="name one: mlora serve FLEET",
+    )
+
+
+def load_fleet(path: Path | None = None, overrides: Sequence[str] = ()) -> LoadedFleet:
+    """Read, override and check a fleet file. Raises FleetError, one line per mistake."""
+    file = find_fleet(path).absolute()
+    document = read_yaml(file)
+    if not isinstance(document.value, dict):
+        kind = type(document.value).__name__
+        raise FleetError(f"{file}:1:1: found {kind}, expected keys such as `base:`")
+    for override in overrides:
+        _apply(document.value, override)
+    try:
+        fleet = Fleet.model_validate(document.value)
+    except ValidationError as error:
+        raise _as_fleet_error(error, document, str(file)) from None
+    return LoadedFleet(fleet, file)
+
+
+def resolve_secret(reference: str, folder: Path) -> str:
+    """The secret behind `env:NAME` or `file:PATH`; trailing line ends are dropped."""
+    kind, _, name = reference.partition(":")
+    if kind == "env":
+        value = os.environ.get(name, "")
+        if not value:
+            raise FleetError(f"environment variable {name} is not set", hint=f"export {name}=...")
+        return value
+    path = folder / name
+    try:
+        value = path.read_text("utf-8").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FleetError(f"{path}: secret not readable: {error}") from None
+    if not value:
+        raise FleetError(f"{path}: the secret is empty")
+    return value
+
+
+def fleet_json_schema() -> str:
+    """JSON Schema of a fleet file, for editors."""
+    return json.dumps(Fleet.model_json_schema(), indent=2)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Set one `key.path=value` in place. Raises FleetError."""
+    path, sign, value = override.partition("=")
+    keys = path.strip().split(".")
+    if not sign or not all(keys):
+        raise FleetError(f"--set {override}: expected KEY.PATH=VALUE, as base.quantization=fp8")
+    for key in keys[:-1]:
+        child = data.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise FleetError(f"--set {override}: {key} holds no keys")
+        data = child
+    data[keys[-1]] = scalar(value.strip())
+
+
+def _as_fleet_error(error: ValidationError, document: Document, where: str) -> FleetError:
+    lines = []
+    for item in error.errors(include_url=False)[:MAX_ERRORS]:
+        path, message = _describe(dict(item))
+        place = _position(path, document)
+        lines.append(f"{where}{place}: {'.'.join(map(str, path)) or 'fleet'}: {message}")
+    more = error.error_count() - len(lines)
+    if more > 0:
+        lines.append(f"{where}: and {more} more")
+    return FleetError("\n".join(lines))
+
+
+def _position(path: KeyPath, document: Document) -> str:
+    """`:line:column` of the nearest thing that stands in the file."""
+    for end in range(len(path), -1, -1):
+        if path[:end] in document.positions:
+            position = document.positions[path[:end]]
+            return f":{position.line}:{position.column}"
+    return ""
+
+
+def _describe(item: dict[str, Any]) -> tuple[KeyPath, str]:
+    path = _plain_path(item["loc"])
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(path[-1]), _known_keys(path), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return path, f"unknown key{hint}"
+    if item["type"] == "missing":
+        return path[:-1], f"required key {path[-1]!r} is missing"
+    message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    if item["type"] == "value_error" and message.startswith("adapters."):
+        key, _, problem = message.partition(": ")
+        parts = key.split(".")
+        return (parts[0], int(parts[1]), *parts[2:]), problem
+    found = item["input"]
+    secret = any(part in ("api_keys", "admin_key") for part in path)
+    shown = "a value (not shown)" if secret else _shown(found)
+    if item["type"] == "value_error" and " is not a " in message:  # says what it found
+        return path, message
+    return path, f"found {shown}, expected {message}"
+
+
+def _shown(found: object) -> str:
+    if isinstance(found, dict | list | tuple):
+        return {"dict": "keys", "list": "a list", "tuple": "a list"}[type(found).__name__]
+    text = json.dumps(found, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain_path(loc: tuple[str | int, ...]) -> KeyPath:
+    """pydantic's location without the union tags it adds after an adapter's index."""
+    path = list(loc)
+    if len(path) > 2 and path[0] == "adapters" and path[2] in ("name", "folder", "pattern"):
+        del path[2]
+    return tuple(path)
+
+
+def _known_keys(path: KeyPath) -> list[str]:
+    if len(path) >= 3 and path[0] == "adapters":
+        kinds = (Adapter, AdapterFolder, AdapterPattern)
+        return sorted({key for kind in kinds for key in kind.model_fields})
+    model: type[BaseModel] = Fleet
+    for key in path[:-1]:
+        field = model.model_fields.get(str(key))
+        if field is None or not isinstance(field.annotation, type):
+            return []
+        model = field.annotation
+    return list(model.model_fields)

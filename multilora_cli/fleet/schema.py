@@ -1,0 +1,207 @@
+"""The fleet file as frozen models; their JSON Schema is what `mlora schema` prints."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+
+from multilora_cli.units import parse_duration, parse_size
+
+MAX_ADAPTERS = 50_000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?")
+_SECRET = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:[^\x00-\x1f]+")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+def is_adapter_name(text: str) -> bool:
+    """Whether `text` may name an adapter: one or two segments of letters, digits, `.`, `_`, `-`."""
+    return _NAME.fullmatch(text) is not None
+
+
+def _size(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _seconds(value: object) -> object:
+    return parse_duration(value) if isinstance(value, str) else value
+
+
+def _name(value: str) -> str:
+    if not is_adapter_name(value):
+        raise ValueError(
+            "a name of letters, digits, '.', '_' and '-', at most two parts joined by '/'"
+        )
+    return value
+
+
+def _secret(value: str) -> str:
+    if _SECRET.fullmatch(value) is None:
+        raise ValueError("env:NAME or file:PATH; a key is never written into the fleet file")
+    return value
+
+
+def _digest(value: str) -> str:
+    if _DIGEST.fullmatch(value) is None:
+        raise ValueError("sha256: and 64 hexadecimal digits")
+    return value
+
+
+_SIZE_SCHEMA = WithJsonSchema(
+    {"type": ["integer", "string"], "description": "bytes, or a number with KiB/MiB/GiB/KB/MB/GB"}
+)
+_DURATION_SCHEMA = WithJsonSchema(
+    {"type": ["number", "string"], "description": "seconds, or a number with ms/s/m/h/d"}
+)
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0, le=2**50), _SIZE_SCHEMA]
+Duration = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=10**8), _DURATION_SCHEMA]
+AdapterName = Annotated[str, AfterValidator(_name)]
+Secret = Annotated[str, AfterValidator(_secret)]
+Digest = Annotated[str, AfterValidator(_digest)]
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Base(_Part):
+    """The base model."""
+
+    model: Text = Field(description="folder, Hub id, or demo:base")
+    name: AdapterName | None = Field(default=None, description="how requests name the base")
+    revision: Text | None = Field(default=None, description="commit or tag, for the Hub")
+    quantization: Literal["auto", "none", "fp8", "awq"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    max_model_len: int | None = Field(
+        None, ge=16, le=2**22, description="tokens a request may have"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+
+    @property
+    def served_name(self) -> str:
+        """How requests name the base: `name`, or the last part of `model`."""
+        return self.name or re.split(r"[/:]", self.model.rstrip("/"))[-1]
+
+
+class Memory(_Part):
+    """Where bytes may go."""
+
+    device: Text = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")
+    device_fraction: float = Field(
+        default=0.92, gt=0, le=1, description="share of device memory to use"
+    )
+    device_bytes: Size | None = Field(default=None, description="instead of device_fraction")
+    host_adapters: Size = Field(
+        default=8 * 2**30, description="warm tier: adapter images in host memory"
+    )
+    disk_cache: Size = Field(default=50 * 2**30, description="verified copies of remote adapters")
+    kv_reserve: float = Field(
+        default=0.25, ge=0, lt=1, description="share of the pool adapters never take"
+    )
+
+
+class Limits(_Part):
+    """What one step and one request may ask for."""
+
+    max_num_seqs: int = Field(default=256, ge=1, le=4096)
+    max_num_batched_tokens: int = Field(default=8192, ge=16, le=2**20)
+    max_lora_rank: int = Field(default=512, ge=1, le=512)
+    max_loras: int | None = Field(
+        default=None, ge=1, le=4096, description="distinct adapters in one step"
+    )
+
+
+class Adapter(_Part):
+    """One adapter."""
+
+    name: AdapterName
+    source: Text = Field(description="folder, demo:NAME, dummy:..., hf://org/name@rev or s3://...")
+    pin: Literal["hot", "warm"] | None = None
+    ttl: Duration | None = Field(default=None, description="back to cold when unused that long")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="evicted later when higher")
+    chat_template: Literal["base", "adapter"] = "base"
+    tokenizer: Literal["base", "adapter"] = "base"
+    digest: Digest | None = Field(default=None, description="refuse anything else")
+
+
+class AdapterFolder(_Part):
+    """Every folder matching a glob that holds an adapter_config.json, named after the folder."""
+
+    folder: Text
+
+
+class AdapterPattern(_Part):
+    """Names resolved on first request."""
+
+    pattern: Text
+    source: Text
+
+
+def _kind(entry: Any) -> str:
+    keys = entry if isinstance(entry, dict) else getattr(entry, "model_fields_set", ())
+    return next((key for key in ("folder", "pattern") if key in keys), "name")
+
+
+AdapterEntry = Annotated[
+    Annotated[Adapter, Tag("name")]
+    | Annotated[AdapterFolder, Tag("folder")]
+    | Annotated[AdapterPattern, Tag("pattern")],
+    Discriminator(_kind),
+]
+
+
+class Server(_Part):
+    """The HTTP front."""
+
+    host: Text = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    api_keys: tuple[Secret, ...] = Field(default=(), max_length=10_000, strict=False)
+    admin_key: Secret | None = None
+    adapter_roots: tuple[Text, ...] = Field(default=(), max_length=100, strict=False)
+
+
+class Verify(_Part):
+    """Thresholds of `mlora verify`."""
+
+    max_drift: float = Field(default=0.05, ge=0, le=100)
+
+
+class Fleet(_Part):
+    """One base model, its adapters, and the limits they share."""
+
+    base: Base
+    memory: Memory = Memory()
+    limits: Limits = Limits()
+    adapters: tuple[AdapterEntry, ...] = Field(default=(), max_length=MAX_ADAPTERS, strict=False)
+    server: Server = Server()
+    verify: Verify = Verify()
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "Fleet":
+        seen: dict[str, str] = {}
+        served = self.base.served_name
+        for index, entry in self.named_adapters():
+            twin = seen.setdefault(entry.name.lower(), entry.name)
+            if twin is not entry.name:
+                problem = (
+                    "is taken" if twin == entry.name else f"differs from {twin!r} only by case"
+                )
+                raise ValueError(f"adapters.{index}.name: {entry.name!r} {problem}")
+            if entry.name == served:
+                raise ValueError(f"adapters.{index}.name: {entry.name!r} is the base's name")
+        return self
+
+    def named_adapters(self) -> Iterator[tuple[int, Adapter]]:
+        """The entries that name one adapter, with their index in the file."""
+        return ((i, entry) for i, entry in enumerate(self.adapters) if isinstance(entry, Adapter))
