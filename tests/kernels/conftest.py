@@ -15,7 +15,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what this process cannot run; skip device tests where there is no device."""
     here = [item for item in items if "tests/kernels/" in item.path.as_posix()]
-    other = [item for item in here if (item.get_closest_marker("interpreter") is None) == INTERPRETED]
+    other = [
+        item for item in here if (item.get_closest_marker("interpreter") is None) == INTERPRETED
+    ]
     if other:
         config.hook.pytest_deselected(items=other)
         items[:] = [item for item in items if item not in set(other)]

@@ -1,0 +1,107 @@
+"""Write the keys and values of this step's tokens into pages of the pool.
+
+    page(slot_mapping[t] // 16)[layer, 0, :, slot_mapping[t] % 16] = k[t]      (V: index 1)
+
+k, v          [T, Hkv, D]             bf16, fp16 or fp32; a token's heads contiguous
+pool          [num_pages, page_bytes] uint8, written in place; a page viewed in k's dtype is
+              [num_layers, 2 (K, V), Hkv, 16 (tokens), D]
+slot_mapping  [T] int64               page * 16 + offset in the page; -1 skips the token
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+TOKENS_PER_PAGE = 16
+
+
+@triton.jit
+def store_kv_kernel(
+    k_ptr,
+    v_ptr,
+    pages_ptr,
+    slot_mapping_ptr,
+    stride_kt,
+    stride_vt,
+    page_elements,
+    layer_start,
+    num_elements: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    element = tl.arange(0, BLOCK)
+    mask = element < num_elements
+    inside = (element // HEAD_DIM) * (TOKENS * HEAD_DIM) + element % HEAD_DIM
+    target = pages_ptr + (slot // TOKENS) * page_elements + layer_start
+    target += (slot % TOKENS) * HEAD_DIM + inside
+    tl.store(target, tl.load(k_ptr + token * stride_kt + element, mask=mask), mask=mask)
+    target += num_elements * TOKENS
+    tl.store(target, tl.load(v_ptr + token * stride_vt + element, mask=mask), mask=mask)
+
+
+def launch_choice(num_elements: int) -> dict[str, Any]:
+    """Tile and warps for a token of `num_elements` (Hkv * D): about 8 elements a thread."""
+    block = triton.next_power_of_2(num_elements)
+    return {"BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+
+
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    num_layers: int,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store k and v [T, Hkv, D] of `layer` at `slot_mapping` [T]; the pool changes in place."""
+    assert k.shape == v.shape and k.ndim == 3 and k.dtype == v.dtype
+    tokens, heads, head_dim = k.shape
+    for tensor in (k, v):
+        assert tensor.stride(2) == 1 and tensor.stride(1) == head_dim
+    assert slot_mapping.shape == (tokens,) and slot_mapping.dtype == torch.int64
+    assert pool.dtype == torch.uint8 and pool.is_contiguous() and 0 <= layer < num_layers
+    layer_elements = 2 * heads * TOKENS_PER_PAGE * head_dim
+    assert pool.shape[1] == num_layers * layer_elements * k.element_size()
+    if tokens == 0:
+        return
+    if k.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return store_kv_ref(k, v, pool, layer, num_layers, slot_mapping)
+    store_kv_kernel[(tokens,)](
+        k,
+        v,
+        pool.view(k.dtype),
+        slot_mapping,
+        k.stride(0),
+        v.stride(0),
+        num_layers * layer_elements,
+        layer * layer_elements,
+        num_elements=heads * head_dim,
+        HEAD_DIM=head_dim,
+        TOKENS=TOKENS_PER_PAGE,
+        **launch_choice(heads * head_dim),
+    )
+
+
+def store_kv_ref(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    num_layers: int,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """The same in torch, also the path on a CPU."""
+    heads, head_dim = k.shape[1:]
+    pages = pool.view(k.dtype).view(-1, num_layers, 2, heads, TOKENS_PER_PAGE, head_dim)
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    page, offset = slots // TOKENS_PER_PAGE, slots % TOKENS_PER_PAGE
+    pages[page, layer, 0, :, offset] = k[kept]
+    pages[page, layer, 1, :, offset] = v[kept]
