@@ -97,7 +97,7 @@ class Base(_Part):
 class Memory(_Part):
     """Where bytes may go."""
 
-    device: Text = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")] = "auto"
     device_fraction: float = Field(
         default=0.92, gt=0, le=1, description="share of device memory to use"
     )
@@ -192,8 +192,9 @@ class Fleet(_Part):
         seen: dict[str, str] = {}
         served = self.base.served_name
         for index, entry in self.named_adapters():
-            twin = seen.setdefault(entry.name.lower(), entry.name)
-            if twin is not entry.name:
+            twin = seen.get(entry.name.lower())
+            seen[entry.name.lower()] = entry.name
+            if twin is not None:
                 problem = (
                     "is taken" if twin == entry.name else f"differs from {twin!r} only by case"
                 )

@@ -144,5 +144,5 @@ class _Builder:
         text = str(node.value)
         if len(text) > MAX_SCALAR:
             raise self._error(node, "a value longer than 64 KiB")
-        plain = isinstance(node, yaml.ScalarNode) and node.style is None
+        plain = isinstance(node, yaml.ScalarNode) and not node.style
         return scalar(text) if plain else text

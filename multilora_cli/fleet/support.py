@@ -1,0 +1,41 @@
+"""What a fleet may already ask for and this version cannot do yet: refused by name, never ignored."""
+
+from collections.abc import Iterator
+
+from multilora_cli.errors import FleetError
+from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.schema import Adapter, AdapterPattern
+
+
+def check_served(loaded: LoadedFleet) -> None:
+    """Raise FleetError naming every key that has no effect yet when serving."""
+    problems = [f"{loaded.path}: {key}: not yet: {why}" for key, why in _not_yet(loaded)]
+    if problems:
+        raise FleetError("\n".join(problems))
+
+
+def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
+    fleet = loaded.fleet
+    if fleet.base.quantization not in ("auto", "none"):
+        yield "base.quantization", f"{fleet.base.quantization!r} is read by `plan` only"
+    if fleet.base.kv_cache_dtype != "auto":
+        yield "base.kv_cache_dtype", "KV is kept in the compute dtype"
+    if "disk_cache" in fleet.memory.model_fields_set:
+        yield "memory.disk_cache", "only local adapters are served, and read in place"
+    for index, entry in enumerate(fleet.adapters):
+        key = f"adapters.{index}"
+        if isinstance(entry, AdapterPattern):
+            yield f"{key}.pattern", "names are registered one by one or by folder"
+        elif isinstance(entry, Adapter):
+            yield from ((f"{key}.{field}", why) for field, why in _entry(entry))
+
+
+def _entry(entry: Adapter) -> Iterator[tuple[str, str]]:
+    if entry.source.startswith(("hf://", "s3://")):
+        yield "source", "download the adapter and name its folder"
+    if entry.ttl is not None:
+        yield "ttl", "idle adapters leave when others need their pages"
+    if entry.chat_template != "base":
+        yield "chat_template", "the base's template is used"
+    if entry.tokenizer != "base":
+        yield "tokenizer", "the base's tokenizer is used"
