@@ -119,7 +119,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     request_id: int
     index: int
-    token_ids: list[int]
+    token_ids: list[int]  # a stop id that ended the sequence is its last token
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first delta
     finish_reason: FinishReason | None = None
@@ -175,8 +175,19 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     notes: list[str] = []  # lines for the start panel
 
 
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """The engine could not start: one line for people; the process exits with `exit_code`."""
+
+    message: str
+    hint: str | None = None
+    exit_code: int = 1
+
+
 class Snapshot(msgspec.Struct, frozen=True):
-    """Counters of the engine at one moment."""
+    """Counters of the engine at one moment.
+
+    `counters["loop_age_s"]` is how long the step in progress has taken; 0 between steps.
+    """
 
     waiting: int
     running: int
@@ -202,4 +213,4 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     freed_host_bytes: int = 0
 
 
-FromEngine = Step | AdapterEvent | Progress | Ready | Reply
+FromEngine = Step | AdapterEvent | Progress | Ready | StartFailed | Reply
