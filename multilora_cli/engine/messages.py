@@ -115,7 +115,12 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one step added to one sequence."""
+    """What one step added to one sequence.
+
+    The stop id that ended a sequence is the last of `token_ids` (it counts as usage; the front
+    leaves it out of the text). Exactly one delta of a sequence has a finish_reason or a fault.
+    A request with max_tokens 0 gets one delta without tokens and finish_reason "length".
+    """
 
     request_id: int
     index: int
@@ -203,7 +208,10 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The answer to a call; `fault` is set when it failed."""
+    """The answer to a call; `fault` is set when it failed.
+
+    call_id 0 answers the start itself: with a fault, the engine cannot serve and exits.
+    """
 
     call_id: int
     fault: Fault | None = None
