@@ -208,10 +208,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The answer to a call; `fault` is set when it failed.
-
-    call_id 0 answers the start itself: with a fault, the engine cannot serve and exits.
-    """
+    """The answer to a call; `fault` is set when it failed."""
 
     call_id: int
     fault: Fault | None = None
