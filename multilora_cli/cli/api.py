@@ -1,0 +1,114 @@
+"""The commands' view of a running server: its routes, its errors, its streams."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from multilora_cli.errors import BadInput, MloraError, Unreachable
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+# Reading waits as long as a queue may: the server itself bounds every request.
+_TIMEOUT = httpx.Timeout(10.0, read=620.0)
+
+
+def server_url(url: str | None, fleet: Path | None = None) -> str:
+    """`url`, else the address in the fleet file that would be served, else the default."""
+    if url:
+        if not url.startswith(("http://", "https://")):
+            raise BadInput(f"--url {url}: expected http://HOST:PORT")
+        return url.rstrip("/").removesuffix("/v1")
+    from multilora_cli.fleet.load import DEFAULT_FILES, load_fleet
+
+    if fleet is None and not any(Path(name).is_file() for name in DEFAULT_FILES):
+        return DEFAULT_URL
+    server = load_fleet(fleet).fleet.server
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
+    return f"http://{host}:{server.port or 8000}"
+
+
+class Api:
+    """An HTTP client of one server; use as an async context manager."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = url
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=_TIMEOUT, trust_env=False
+        )
+
+    async def __aenter__(self) -> "Api":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> Any:
+        """The JSON at `path`. Raises MloraError."""
+        try:
+            response = await self._http.get(path)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.is_error:
+            raise _error_of(response.status_code, response.content)
+        return response.json()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The cards of /v1/models: the base first, then its adapters."""
+        cards: list[dict[str, Any]] = (await self.get("/v1/models"))["data"]
+        return cards
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One card. Raises MloraError where the name is unknown."""
+        card: dict[str, Any] = await self.get(f"/v1/models/{quote(name)}")
+        return card
+
+    async def adapters(self) -> list[dict[str, Any]]:
+        """Every registered adapter with its tier and counters."""
+        rows: list[dict[str, Any]] = (await self.get("/v1/lora_adapters"))["data"]
+        return rows
+
+    async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """Pieces of the answer as they come. Raises MloraError, also in mid-stream."""
+        whole = False
+        try:
+            async with self._http.stream(
+                "POST", "/v1/chat/completions", json={**body, "stream": True}
+            ) as response:
+                if response.is_error:
+                    raise _error_of(response.status_code, await response.aread())
+                async for line in response.aiter_lines():
+                    if line == "data: [DONE]":
+                        whole = True
+                    elif line.startswith("data: "):
+                        for piece in _pieces(json.loads(line[6:])):
+                            yield piece
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if not whole:
+            raise Unreachable(f"{self.url}: the answer was cut off")
+
+    def _unreachable(self, error: httpx.HTTPError) -> Unreachable:
+        reason = str(error) or type(error).__name__
+        return Unreachable(
+            f"{self.url}: {reason}", hint="is the server running? start it with: mlora serve"
+        )
+
+
+def _pieces(chunk: dict[str, Any]) -> list[str]:
+    if "error" in chunk:
+        raise MloraError(str(chunk["error"].get("message", "the server reported an error")))
+    return [text for c in chunk.get("choices", ()) if (text := c.get("delta", {}).get("content"))]
+
+
+def _error_of(status: int, body: bytes) -> MloraError:
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"the server answered {status}"
+    if status in (401, 403):
+        return BadInput(message, hint="give a key: --api-key or MLORA_API_KEY")
+    return Unreachable(message) if status >= 500 else BadInput(message)

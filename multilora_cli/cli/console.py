@@ -1,0 +1,195 @@
+"""The only place that prints: for people, as JSON, or hardly at all.
+
+Nothing that came from outside (names, model output, error texts) reaches a terminal before `clean`
+has made its control characters visible; rich is given Text objects only, never markup from outside.
+"""
+
+import json
+import sys
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+    from rich.console import RenderableType
+
+# Cc: control, Cf: format (bidi overrides, zero width), Co/Cs: private and surrogate,
+# Zl/Zp: line and paragraph separators, which some terminals obey.
+_UNSAFE = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
+
+
+def clean(text: object, *, keep: str = "") -> str:
+    """`text` with every character that could steer a terminal shown as its escape.
+
+    Idempotent. Characters in `keep` (such as newline and tab for a model's answer) stay.
+    """
+    source = str(text)
+    if source.isascii() and source.isprintable():
+        return source
+    return "".join(
+        char if char in keep or unicodedata.category(char) not in _UNSAFE else _visible(char)
+        for char in source
+    )
+
+
+def _visible(char: str) -> str:
+    point = ord(char)
+    if point < 0x100:
+        return f"\\x{point:02x}"
+    return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"
+
+
+class Console:
+    """Where commands put what they have to say.
+
+    human: lines and tables on stdout, progress on stderr; json: one JSON value on stdout;
+    quiet: only what was asked for, no progress and no decoration.
+    """
+
+    def __init__(
+        self,
+        *,
+        as_json: bool = False,
+        quiet: bool = False,
+        stdout: IO[str] | None = None,
+        stderr: IO[str] | None = None,
+    ) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self._stdout = stdout or sys.stdout
+        self._stderr = stderr or sys.stderr
+
+    @property
+    def interactive(self) -> bool:
+        """Whether a person at a terminal is reading stdout."""
+        return not self.as_json and not self.quiet and self._stdout.isatty()
+
+    def line(self, text: str = "") -> None:
+        """One line for people; nothing in JSON mode."""
+        if not self.as_json:
+            self._write(self._stdout, clean(text) + "\n")
+
+    def text(self, text: str) -> None:
+        """Text as it streams in, newlines and tabs kept, no line end added."""
+        self._write(self._stdout, clean(text, keep="\n\t"))
+
+    def note(self, text: str) -> None:
+        """Something said beside the result, on stderr; nothing when quiet or in JSON mode."""
+        if not self.quiet and not self.as_json:
+            self._write(self._stderr, clean(text) + "\n")
+
+    def value(self, value: Any) -> None:
+        """The result as JSON; only in JSON mode."""
+        if self.as_json:
+            self._write(self._stdout, json.dumps(value, indent=2, default=str) + "\n")
+
+    def raw(self, text: str) -> None:
+        """A document of our own making, in every mode."""
+        self._write(self._stdout, text if text.endswith("\n") else text + "\n")
+
+    def error(self, message: str, hint: str | None = None) -> None:
+        """What went wrong, one line a fault, and what to do about it; on stderr."""
+        lines = [f"error: {clean(line)}" for line in message.splitlines() or [""]]
+        if hint:
+            lines.append(f"hint: {clean(hint)}")
+        self._write(self._stderr, "\n".join(lines) + "\n")
+
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = ""
+    ) -> None:
+        """A table: drawn for a terminal, tab-separated lines otherwise. Nothing in JSON mode."""
+        if self.as_json:
+            return
+        if not self.interactive:
+            for row in [columns, *rows] if not self.quiet else rows:
+                self._write(self._stdout, "\t".join(clean(cell) for cell in row) + "\n")
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(clean(title)) if title else None, title_justify="left")
+        for index, column in enumerate(columns):
+            numeric = bool(rows) and all(_numeric(row[index]) for row in rows)
+            table.add_column(Text(column), justify="right" if numeric else "left")
+        for row in rows:
+            table.add_row(*(Text(clean(cell)) for cell in row))
+        self.render(table)
+
+    def panel(self, title: str, rows: Mapping[str, str]) -> None:
+        """Named facts in a box on a terminal, as `name: fact` lines otherwise."""
+        if self.as_json or self.quiet:
+            return
+        if not self.interactive:
+            for name, fact in rows.items():
+                self.line(f"{name}: {fact}")
+            return
+        from rich.panel import Panel
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 2))
+        for name, fact in rows.items():
+            grid.add_row(Text(name, style="bold"), Text(clean(fact, keep="\n")))
+        self.render(Panel(grid, title=Text(clean(title)), expand=False, border_style="green"))
+
+    def render(self, renderable: "RenderableType") -> None:
+        """Draw something of rich's on stdout."""
+        self.rich().print(renderable)
+
+    def rich(self, *, stderr: bool = False) -> "RichConsole":
+        """rich's console over our stream, for progress and live displays."""
+        from rich.console import Console as RichConsole
+
+        return RichConsole(file=self._stderr if stderr else self._stdout, highlight=False)
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator["Phases"]:
+        """Progress of named phases on stderr: bars on a terminal, a line per phase otherwise."""
+        if self.quiet or self.as_json:
+            yield Phases(None, None)
+        elif not self._stderr.isatty():
+            yield Phases(None, self)
+        else:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            with Progress(*columns, console=self.rich(stderr=True), transient=True) as bars:
+                yield Phases(bars, None)
+
+    @staticmethod
+    def _write(stream: IO[str], text: str) -> None:
+        try:
+            stream.write(text)
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            # F09: whoever read us is gone; the work itself goes on.
+            return
+        except UnicodeEncodeError:
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            stream.flush()
+
+
+class Phases:
+    """Shows how far each phase of a longer work is."""
+
+    def __init__(self, bars: Any, console: Console | None) -> None:
+        self._bars = bars
+        self._console = console
+        self._tasks: dict[str, Any] = {}
+
+    def update(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` in `phase`; a new phase opens its own line."""
+        if self._bars is not None:
+            if phase not in self._tasks:
+                self._tasks[phase] = self._bars.add_task(clean(phase), total=total or None)
+            self._bars.update(self._tasks[phase], completed=done, total=total or None)
+        elif self._console is not None and phase not in self._tasks:
+            self._tasks[phase] = True
+            self._console.note(f"{phase} ...")
+
+
+def _numeric(cell: object) -> bool:
+    return isinstance(cell, int | float) or str(cell)[:1].isdigit() or cell == "-"

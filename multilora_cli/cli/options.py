@@ -1,0 +1,32 @@
+"""Options that several commands share, spelled once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+FleetArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FLEET", help="The fleet file. Default: ./fleet.yaml, then ./fleet.example.yaml."
+    ),
+]
+FleetOption = Annotated[
+    Path | None, typer.Option("--fleet", metavar="FILE", help="A fleet file.", show_default=False)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file. Repeatable."),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url", help="The server. Default: the fleet file's address, else http://127.0.0.1:8000."
+    ),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option("--api-key", envvar="MLORA_API_KEY", help="The key to send.", show_envvar=True),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the bare result only.")]

@@ -1,0 +1,121 @@
+"""Device memory by part. The engine allocates from these numbers and `plan` prints them."""
+
+from dataclasses import dataclass
+
+from multilora_cli.errors import Refused
+from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_cli.units import format_size
+from multilora_kernels.layout import MODULES
+
+# The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
+# modules share one cell size (multilora_kernels.table).
+TABLE_BYTES_PER_BLOCK = 3 * 8
+
+
+@dataclass(frozen=True)
+class BaseBytes:
+    """Bytes of a base model's weights by part."""
+
+    embedding: int
+    head: int  # 0 where it is tied to the embedding
+    projections: dict[str, int]  # by module, over all layers, biases included
+    norms: int
+
+    @property
+    def linears(self) -> int:
+        """The seven projections of all layers."""
+        return sum(self.projections.values())
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.embedding + self.head + self.linears + self.norms
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where device memory goes, bytes."""
+
+    weights: int
+    workspace: int  # activations, logits and LoRA intermediates of the largest step
+    tables: int  # adapter table
+    pool: int
+    page_bytes: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.pool // self.page_bytes
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by part, for the start panel."""
+        return {
+            "weights": self.weights,
+            "pool": self.pool,
+            "workspace": self.workspace,
+            "tables": self.tables,
+        }
+
+
+def base_bytes(geometry: ModelGeometry, itemsize: int) -> BaseBytes:
+    """Bytes of the weights of an unquantised base in a dtype of `itemsize` bytes."""
+    table = geometry.vocab_size * geometry.hidden_size * itemsize
+    biased = {
+        "q_proj": geometry.qkv_bias, "k_proj": geometry.qkv_bias, "v_proj": geometry.qkv_bias,
+        "o_proj": geometry.o_bias, "gate_proj": geometry.mlp_bias, "up_proj": geometry.mlp_bias,
+        "down_proj": geometry.mlp_bias,
+    }  # fmt: skip
+    projections = {
+        name: geometry.num_layers * (d_in * d_out + d_out * biased[name]) * itemsize
+        for name, (d_in, d_out) in geometry.module_shapes.items()
+    }
+    per_layer = 2 * geometry.hidden_size + 2 * geometry.head_dim * geometry.qk_norm
+    return BaseBytes(
+        embedding=table,
+        head=0 if geometry.tie_word_embeddings else table,
+        projections=projections,
+        norms=(geometry.num_layers * per_layer + geometry.hidden_size) * itemsize,
+    )
+
+
+def workspace_bytes(
+    geometry: ModelGeometry, itemsize: int, max_tokens: int, max_seqs: int, max_rank: int
+) -> int:
+    """High-water mark of one step's scratch: `max_tokens` rows, `max_seqs` of them sampled.
+
+    A layer holds hidden state, residual and normed input, then either q, k, v and the attention's
+    output, or gate, up and their product. Logits are float32 and the sampler keeps four such
+    arrays (logits, sorted values, sorted indices as int64 count twice). LoRA intermediates are
+    float32 [tokens, 3 x rank] of the widest launch (q, k, v).
+    """
+    hidden = 3 * geometry.hidden_size
+    attention = 2 * geometry.q_size + 2 * geometry.kv_size
+    mlp = 3 * geometry.intermediate_size
+    rows = max_tokens * (hidden + max(attention, mlp)) * itemsize
+    logits = 4 * max_seqs * geometry.vocab_size * 4
+    return rows + logits + max_tokens * 3 * max_rank * 4
+
+
+def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int:
+    """Bytes of an adapter table for `num_slots` slots and `max_blocks` blocks."""
+    smallest = geometry.num_layers * len(MODULES) * num_slots
+    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest)
+
+
+def plan_pool(
+    geometry: ModelGeometry, available: int, *, kv_itemsize: int, weights: int, workspace: int,
+    tables: int,
+) -> MemoryPlan:  # fmt: skip
+    """The pool that `available` bytes leave beside the rest. Raises Refused where none fits."""
+    page = kv_page_bytes(geometry, kv_itemsize)
+    pool = (available - weights - workspace - tables) // page * page
+    if pool < page * 2:
+        need = weights + workspace + tables + 2 * page
+        raise Refused(
+            f"the base does not fit: {format_size(need)} needed (weights {format_size(weights)},"
+            f" workspace {format_size(workspace)}, tables {format_size(tables)}),"
+            f" {format_size(available)} available",
+            hint="quantise the base, lower limits.max_num_batched_tokens, or use a larger card",
+        )
+    return MemoryPlan(weights, workspace, tables, pool, page)
