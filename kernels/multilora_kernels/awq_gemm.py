@@ -1,0 +1,354 @@
+"""4-bit weights times 16-bit activations.
+
+    y[m, n] = sum_k x[m, k] * (q[n, k] - zero[n, group(k)]) * scale[n, group(k)]
+
+x  [M, K]  bf16 or fp16, rows contiguous      weight  AwqWeight [N, K] (awq_pack.py)
+y  [M, N]  x's dtype, allocated here          nothing is written in place but weight.counters
+
+Up to a few hundred rows one kernel reads the packed weights once at memory speed: the weights are
+the left operand (N in the place of a matrix multiply's M), so that a batch of 8 rows wastes no
+tensor-core rows; q - zero is exact in bf16 and fp16, scales are applied to fp32 sums once a group.
+K is split over programs; the split depends on N, K and the chip alone, so that a row's bits
+depend neither on the rows beside it nor, within this path, on how many there are.
+Larger batches dequantise slices of N to 16 bits and multiply those with the vendor's library.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.awq_pack import BLOCK_K, PAD_N, AwqWeight, unpack
+from multilora_kernels.launch import Chip, chip_of, tuned_table
+from multilora_kernels.split_k import choose_split, sum_partials
+
+OP = "awq_gemm"
+
+
+@triton.constexpr_function
+def _unpack_asm(shift, fp16):
+    # magic: an exponent under which 4 mantissa bits count in ones: bf16 128 + q, fp16 1024 + q.
+    magic, one = ("0x64006400", "0x3C003C00") if fp16 else ("0x43004300", "0x3F803F80")
+    move = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
+    kind = "f16x2" if fp16 else "bf16x2"
+    return (
+        f"{{ .reg .b32 t, o; {move} lop3.b32 t, t, 0x000F000F, {magic}, 0xEA;"
+        f" mov.b32 o, {one}; fma.rn.{kind} $0, t, o, $2; }}"
+    )
+
+
+@triton.jit
+def _zero_of(meta, CT: tl.constexpr):
+    """-(magic + zero) in CT, or -zero under the interpreter (CT is fp32 there)."""
+    zero = meta & 0xF
+    if tl.float32 == CT:
+        negated = -zero.to(tl.float32)
+    elif tl.float16 == CT:
+        negated = (zero | 0xE400).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        negated = (zero | 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return negated
+
+
+@triton.jit
+def _scale_of(meta, SCALE: tl.constexpr):
+    bits = meta >> 16
+    if tl.float16 == SCALE:
+        scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # the upper half of an fp32 is a bf16
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _weights(words, neg_zero, QUARTER: tl.constexpr, CT: tl.constexpr):
+    """q - zero of one quarter of a block, exact, in CT; two weights per instruction."""
+    if tl.float32 == CT:
+        w = ((words.to(tl.int32) >> (4 * QUARTER)) & 0xF).to(tl.float32) + neg_zero
+    elif tl.float16 == CT:
+        w = tl.inline_asm_elementwise(
+            _unpack_asm(4 * QUARTER, True), "=r,r,r", [words, neg_zero], tl.float16, True, 2
+        )
+    else:
+        w = tl.inline_asm_elementwise(
+            _unpack_asm(4 * QUARTER, False), "=r,r,r", [words, neg_zero], tl.bfloat16, True, 2
+        )
+    return w
+
+
+@triton.jit
+def awq_gemm_kernel(
+    x_ptr,
+    words_ptr,
+    meta_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    N_padded,
+    stride_xm,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALE: tl.constexpr,
+    CT: tl.constexpr,
+):
+    pid_n = tl.program_id(0)
+    split = tl.program_id(1)
+    pid_m = tl.program_id(2)
+    num_blocks = tl.cdiv(K, 128)
+    per_split = tl.cdiv(num_blocks, SPLIT_K)
+    first = split * per_split
+    last = tl.minimum(first + per_split, num_blocks)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, 32)
+    in_batch = (m < M)[None, :]
+    start = first.to(tl.int64)
+    word_ptrs = words_ptr + start * N_padded * 32 + n[:, None] * 32 + c[None, :]
+    meta_ptrs = meta_ptr + start * (N_padded * GROUPS) + n
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + start * 128 + c[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        words = tl.load(word_ptrs)
+        meta = tl.load(meta_ptrs)
+        zero = _zero_of(meta, CT)[:, None]
+        part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for quarter in tl.static_range(4):
+            if EVEN_K:
+                x = tl.load(x_ptrs + 32 * quarter, mask=in_batch, other=0.0)
+            else:
+                in_k = (block * 128 + 32 * quarter + c < K)[:, None]
+                x = tl.load(x_ptrs + 32 * quarter, mask=in_batch & in_k, other=0.0)
+            part = tl.dot(_weights(words, zero, quarter, CT), x.to(CT), part)
+            if quarter < 3 and ((quarter + 1) * GROUPS) % 4 == 0:
+                # This group ends here: scale it and take up the next one's scale and zero.
+                acc += part * _scale_of(meta, SCALE)[:, None]
+                part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                meta = tl.load(meta_ptrs + ((quarter + 1) * GROUPS // 4) * N_padded)
+                zero = _zero_of(meta, CT)[:, None]
+        acc += part * _scale_of(meta, SCALE)[:, None]
+        word_ptrs += N_padded * 32
+        meta_ptrs += N_padded * GROUPS
+        x_ptrs += 128
+    is_last = True
+    if SPLIT_K > 1:
+        tile = pid_m * tl.num_programs(0) + pid_n
+        num_tiles = tl.num_programs(0) * tl.num_programs(2)
+        acc, is_last = sum_partials(
+            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K
+        )
+    if is_last:
+        y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_batch & (n < N)[:, None])
+
+
+@triton.jit
+def dequantise_kernel(
+    words_ptr,
+    meta_ptr,
+    w_ptr,
+    n_start,
+    n_stop,
+    K,
+    N_padded,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Rows n_start.. of W into w [n_stop - n_start, K]: one block of 128 inputs a program."""
+    block = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = n_start + row
+    c = tl.arange(0, 32)
+    inside = (n < n_stop)[:, None]
+    words = tl.load(words_ptr + (block * N_padded + n[:, None]) * 32 + c[None, :], mask=inside)
+    out = w_ptr + row[:, None].to(tl.int64) * K + block * 128 + c[None, :]
+    for quarter in tl.static_range(4):
+        group = quarter * GROUPS // 4
+        meta = tl.load(meta_ptr + (block * GROUPS + group) * N_padded + n, mask=n < n_stop)
+        q = ((words.to(tl.int32) >> (4 * quarter)) & 0xF) - (meta & 0xF)[:, None]
+        w = q.to(tl.float32) * _scale_of(meta, SCALE)[:, None]
+        in_k = (block * 128 + 32 * quarter + c < K)[None, :]
+        tl.store(out + 32 * quarter, w.to(w_ptr.dtype.element_ty), mask=inside & in_k)
+
+
+@dataclass(frozen=True)
+class AwqLaunch:
+    """How one multiply runs; `fused` False: dequantise `slice_n` rows at a time, then multiply."""
+
+    fused: bool
+    block_n: int = 64
+    block_m: int = 16
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    slice_n: int = 0
+
+
+# Batches up to here take the fused kernel where nothing was tuned.
+_MAX_FUSED = 128
+# Bytes of the slice a large multiply dequantises at a time: bounds what it takes beside the pool.
+_SLICE_BYTES = 64 << 20
+
+
+def bucket_of(m: int) -> int:
+    """The rows a tile is made for: the next power of two, 8 to 128."""
+    return min(128, max(8, triton.next_power_of_2(m)))
+
+
+def _fits(launch: AwqLaunch, chip: Chip) -> bool:
+    stage = launch.block_n * (64 + 4 * 4) + launch.block_m * BLOCK_K * 2
+    return stage * launch.num_stages + 2048 <= chip.shared_bytes
+
+
+def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
+    """Launch of x [m, k] times weights [n, k]; only the tile, never the split, depends on m."""
+    tuned = tuned_table(chip, OP)
+    shape = tuned.get(f"n{n}-k{k}", {})
+    if m > int(shape.get("max_fused", _MAX_FUSED)):
+        slice_bytes = int(shape.get("slice_bytes", _SLICE_BYTES))
+        slice_n = max(PAD_N, slice_bytes // (2 * k) // PAD_N * PAD_N)
+        return AwqLaunch(fused=False, slice_n=min(n, slice_n))
+    num_blocks = -(-k // BLOCK_K)
+    split = int(shape.get("split_k", 0)) or choose_split(-(-n // 64), num_blocks, chip.num_sms)
+    block_m = bucket_of(m)
+    tile = tuned.get(f"n{n}-k{k}-m{block_m}", {})
+    launch = AwqLaunch(
+        fused=True,
+        block_n=int(tile.get("block_n", 64)),
+        block_m=block_m,
+        split_k=split,
+        num_warps=int(tile.get("num_warps", 4)),
+        num_stages=int(tile.get("num_stages", 4)),
+    )
+    while not _fits(launch, chip) and launch.num_stages > 2:
+        launch = AwqLaunch(
+            True, launch.block_n, block_m, split, launch.num_warps, launch.num_stages - 1
+        )
+    return launch
+
+
+def _chip(device: torch.device) -> Chip:
+    if device.type == "cpu":  # the interpreter: any choice is right, this one is small
+        return Chip("", 80, 4)
+    return chip_of(device.index or 0)
+
+
+def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    return tl.float16 if dtype == torch.float16 else tl.bfloat16
+
+
+def run_fused(x: torch.Tensor, weight: AwqWeight, launch: AwqLaunch) -> torch.Tensor:
+    """One launch of the fused kernel with a given choice (benchmarks and tuning call this)."""
+    m, k = x.shape
+    n, n_padded = weight.out_features, weight.words.shape[1]
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    grid = (n_padded // launch.block_n, launch.split_k, triton.cdiv(m, launch.block_m))
+    partial, counters = y, weight.counters
+    if launch.split_k > 1:
+        tiles = grid[0] * grid[2]
+        shape = (launch.split_k, tiles, launch.block_n, launch.block_m)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+        if tiles > counters.numel():
+            counters = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    interpreted = triton.knobs.runtime.interpret
+    awq_gemm_kernel[grid](
+        x,
+        weight.words,
+        weight.meta,
+        y,
+        partial,
+        counters,
+        m,
+        n,
+        k,
+        n_padded,
+        x.stride(0),
+        BLOCK_N=launch.block_n,
+        BLOCK_M=launch.block_m,
+        SPLIT_K=launch.split_k,
+        GROUPS=weight.groups_per_block,
+        EVEN_K=k % BLOCK_K == 0,
+        STAGES=launch.num_stages,
+        SCALE=_triton_dtype(weight.scale_dtype),
+        CT=tl.float32 if interpreted else _triton_dtype(x.dtype),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return y
+
+
+def _dequantise_rows(weight: AwqWeight, w: torch.Tensor, start: int) -> None:
+    rows, k = w.shape
+    block_n = 32
+    grid = (triton.cdiv(rows, block_n), weight.words.shape[0])
+    dequantise_kernel[grid](
+        weight.words,
+        weight.meta,
+        w,
+        start,
+        start + rows,
+        k,
+        weight.words.shape[1],
+        BLOCK_N=block_n,
+        GROUPS=weight.groups_per_block,
+        SCALE=_triton_dtype(weight.scale_dtype),
+        num_warps=4,
+    )
+
+
+def run_sliced(x: torch.Tensor, weight: AwqWeight, slice_n: int) -> torch.Tensor:
+    """Dequantise `slice_n` rows of W at a time and multiply each slice with the library."""
+    n = weight.out_features
+    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    w = torch.empty((min(slice_n, n), weight.in_features), dtype=x.dtype, device=x.device)
+    for start in range(0, n, slice_n):
+        rows = min(slice_n, n - start)
+        _dequantise_rows(weight, w[:rows], start)
+        torch.mm(x, w[:rows].t(), out=y[:, start : start + rows])
+    return y
+
+
+def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
+    """x [M, K] times a packed 4-bit weight [N, K]: [M, N] in x's dtype."""
+    assert x.ndim == 2 and x.shape[1] == weight.in_features, f"x {tuple(x.shape)}"
+    assert x.device == weight.words.device
+    interpreted = triton.knobs.runtime.interpret
+    if x.device.type == "cpu" and not interpreted:
+        return awq_gemm_ref(x, weight)
+    assert x.dtype in (torch.bfloat16, torch.float16), f"x is {x.dtype}"
+    assert x.stride(1) == 1
+    if x.shape[0] == 0:
+        return x.new_empty((0, weight.out_features))
+    launch = choose_launch(x.shape[0], weight.out_features, weight.in_features, _chip(x.device))
+    if launch.fused:
+        return run_fused(x, weight, launch)
+    return run_sliced(x, weight, launch.slice_n)
+
+
+def dequantise(weight: AwqWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """W [N, K] in `dtype`, each weight rounded once from its fp32 value."""
+    if weight.words.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return dequantise_ref(weight, dtype)
+    shape = (weight.out_features, weight.in_features)
+    w = torch.empty(shape, dtype=dtype, device=weight.words.device)
+    _dequantise_rows(weight, w, 0)
+    return w
+
+
+def dequantise_ref(weight: AwqWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`dequantise` in torch, any device."""
+    return unpack(weight).dequantise()[:, : weight.in_features].to(dtype)
+
+
+def awq_gemm_ref(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
+    """`awq_gemm` in torch: fp32 weights and sums (fp64 for an fp64 x), rounded once to x's dtype."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x.to(wide) @ dequantise_ref(weight, wide).t()).to(x.dtype)

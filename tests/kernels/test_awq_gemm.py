@@ -1,0 +1,148 @@
+"""awq_gemm against its reference: under the interpreter, and on a device against fp64."""
+
+import pytest
+import torch
+
+from multilora_kernels import awq_gemm as op
+from multilora_kernels.awq_gemm import awq_gemm, awq_gemm_ref, choose_launch, dequantise
+from multilora_kernels.awq_pack import AwqWeight, Int4Matrix, pack
+from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
+from multilora_kernels.split_k import choose_split
+
+SEED = 11
+SHAPES_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+
+
+def random_weight(n: int, k: int, group: int, device: str = "cpu") -> AwqWeight:
+    generator = torch.Generator().manual_seed(SEED)
+    groups = k // group if group > 0 else 1
+    q = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.uint8)
+    scale = torch.rand((n, groups), generator=generator) * 0.02 + 0.001
+    return pack(Int4Matrix(q, zero, scale.half())).to(device)
+
+
+def random_x(m: int, k: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).to(device)
+
+
+def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("n", "k", "group", "m"),
+    [(64, 128, 128, 1), (96, 384, 64, 3), (130, 192, 32, 17), (64, 576, 64, 9), (128, 640, -1, 8)],
+)
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_kernel_matches_reference(n: int, k: int, group: int, m: int, split_k: int) -> None:
+    weight = random_weight(n, k, group)
+    x = random_x(m, k, torch.bfloat16)
+    launch = op.AwqLaunch(fused=True, block_n=64, block_m=op.bucket_of(m), split_k=split_k)
+    y = op.run_fused(x, weight, launch)
+    exact = awq_gemm_ref(x.double(), weight)
+    # The interpreter rounds fp32 to bf16 towards zero: one unit, not half.
+    assert relative_error(y, exact) < 6e-3
+    assert not weight.counters.any()
+
+
+@pytest.mark.interpreter
+def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
+    weight = random_weight(64, 384, 128)
+    x = random_x(6, 384, torch.float16)
+    whole = awq_gemm(x, weight)
+    for row in range(6):
+        assert torch.equal(awq_gemm(x[row : row + 1], weight)[0], whole[row])
+
+
+@pytest.mark.interpreter
+def test_a_nan_row_stays_alone() -> None:
+    weight = random_weight(64, 256, 64)
+    x = random_x(4, 256, torch.float16)
+    clean = awq_gemm(x, weight)
+    x[2] = float("nan")
+    poisoned = awq_gemm(x, weight)
+    assert bool(poisoned[2].isnan().all())
+    assert torch.equal(poisoned[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("n", "k", "group"), [(40, 192, 64), (64, 160, 32)])
+def test_dequantise_kernel_is_exact(n: int, k: int, group: int) -> None:
+    weight = random_weight(n, k, group)
+    expected = op.dequantise_ref(weight, torch.float32)
+    assert torch.equal(dequantise(weight, torch.float32), expected)
+
+
+@pytest.mark.interpreter
+def test_sliced_path_covers_every_column() -> None:
+    weight = random_weight(300, 256, 128)
+    x = random_x(5, 256, torch.float16)
+    y = op.run_sliced(x, weight, slice_n=128)
+    assert relative_error(y, awq_gemm_ref(x.double(), weight)) < 2e-3
+
+
+@pytest.mark.parametrize("chip", [H200, RTX_4090, Chip("NVIDIA A100", 80, 108)])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES_8B, (576, 576), (128, 64)])
+def test_the_split_never_depends_on_the_batch(n: int, k: int, chip: Chip) -> None:
+    splits = {choose_launch(m, n, k, chip).split_k for m in range(1, 65)}
+    assert len(splits) == 1
+    for m in (1, 8, 9, 33, 64):
+        launch = choose_launch(m, n, k, chip)
+        assert launch.fused and launch.block_m >= min(m, 128)
+        assert launch.split_k <= max(1, -(-k // 128))
+
+
+def test_large_batches_dequantise_bounded_slices() -> None:
+    launch = choose_launch(8192, 28672, 4096, RTX_4090)
+    assert not launch.fused
+    assert launch.slice_n % 128 == 0 and launch.slice_n * 4096 * 2 <= 64 << 20
+
+
+def test_split_fills_the_multiprocessors() -> None:
+    for n, k in SHAPES_8B:
+        split = choose_split(n // 64, k // 128, 132)
+        assert n // 64 * split >= 132 and 1 <= split <= 16
+
+
+DEVICE_CASES = [
+    (n, k, group, m)
+    for n, k, group in ((6144, 4096, 128), (576, 576, 64), (200, 352, 32), (4096, 14336, 128))
+    for m in (1, 2, 7, 8, 9, 16, 31, 33, 64, 65, 128, 300)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chip", [None, RTX_4090])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k", "group", "m"), DEVICE_CASES)
+def test_device_matches_fp64(
+    n: int, k: int, group: int, m: int, dtype: torch.dtype, chip: Chip | None
+) -> None:
+    weight = random_weight(n, k, group, "cuda")
+    x = random_x(m, k, dtype, "cuda")
+    force_chip(chip)
+    try:
+        y = awq_gemm(x, weight)
+        again = awq_gemm(x, weight)
+    finally:
+        force_chip(None)
+    limit = 4e-3 if dtype == torch.bfloat16 else 6e-4
+    assert relative_error(y, awq_gemm_ref(x.double(), weight)) < limit
+    assert torch.equal(y, again)
+    assert not weight.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k", "group"), [(6144, 4096, 128), (576, 576, 64)])
+def test_device_rows_are_independent_of_the_batch(n: int, k: int, group: int) -> None:
+    weight = random_weight(n, k, group, "cuda")
+    x = random_x(64, k, torch.bfloat16, "cuda")
+    whole = awq_gemm(x, weight)
+    for m in (1, 2, 5, 8, 9, 16, 17, 32, 40):
+        assert torch.equal(awq_gemm(x[:m], weight), whole[:m]), f"M={m}"
+    x[3] = float("nan")
+    poisoned = awq_gemm(x, weight)
+    keep = [row for row in range(64) if row != 3]
+    assert torch.equal(poisoned[keep], whole[keep]) and bool(poisoned[3].isnan().all())
