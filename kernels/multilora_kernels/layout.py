@@ -1,0 +1,177 @@
+"""Byte layout of adapter weights in pool pages. Torch-free: sizing and adapters import it too.
+
+The weights of one adapter are cut twice:
+
+* into *tiles* of 16 ranks of one matrix of one layer, A as [16][d_in] and B as [d_out][16]. The
+  last tile is 8 wide where 8 ranks or fewer remain: padding ends at the next multiple of 8;
+* along their long side into *blocks* of `chunk_length` elements (a power of two, the same for every
+  module), at most an eighth of a page, so that the block of any row or column follows from a shift.
+
+Blocks are packed into whole pages of the pool by best fit over the entire image.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+TOKENS_PER_PAGE = 16
+TILE_RANKS = 16
+MAX_RANK = 512
+# Every block starts at a multiple of this many bytes: one cache line, 16-byte vector loads.
+BLOCK_ALIGNMENT = 128
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
+def page_bytes(num_layers: int, num_kv_heads: int, head_dim: int, kv_itemsize: int) -> int:
+    """Bytes of one pool page: K and V of 16 tokens for all layers."""
+    return num_layers * 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim * kv_itemsize
+
+
+def num_tiles(rank: int) -> int:
+    """Tiles of 16 ranks that a matrix of `rank` takes; 0 for a missing module."""
+    return -(-rank // TILE_RANKS)
+
+
+def tile_width(rank: int, rank_start: int) -> int:
+    """Ranks stored by the tile that begins at `rank_start`: 16, or 8 where 8 or fewer remain."""
+    return 8 if rank - rank_start <= 8 else TILE_RANKS
+
+
+def chunk_length(page_bytes: int, itemsize: int) -> int:
+    """Elements along the long side of a full block: a power of two, at least 16.
+
+    Raises ValueError when a page cannot hold one block of 16 x 16 elements.
+    """
+    smallest = TILE_RANKS * TILE_RANKS * itemsize
+    if page_bytes < smallest:
+        raise ValueError(f"a page of {page_bytes} bytes cannot hold a block of {smallest} bytes")
+    elements = max(page_bytes // 8, smallest) // (TILE_RANKS * itemsize)
+    return 1 << (elements.bit_length() - 1)
+
+
+def num_chunks(length: int, page_bytes: int, itemsize: int) -> int:
+    """Blocks that a tile of `length` elements along its long side is cut into."""
+    return -(-length // chunk_length(page_bytes, itemsize))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One contiguous piece of an adapter image.
+
+    An "a" block holds A[rank_start:+rank_width, start:start+length] as [rank_width][length], a "b"
+    block B[start:start+length, rank_start:+rank_width] as [length][rank_width]. Ranks beyond the
+    true rank are zero. `offset` is in bytes within image page `page`.
+    """
+
+    layer: int
+    module: str
+    matrix: str  # "a" or "b"
+    rank_start: int
+    rank_width: int  # 8 or 16
+    start: int
+    length: int
+    page: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ImagePlan:
+    """Where every block of one adapter lies in the pages of its image."""
+
+    num_pages: int
+    page_bytes: int
+    itemsize: int
+    blocks: tuple[Block, ...]  # by layer, module, matrix, rank, start
+    ranks: Mapping[tuple[int, str], int]  # true rank by (layer, module)
+    used_bytes: int
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes of the image's pages that hold nothing."""
+        return self.num_pages * self.page_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A block before it has a place."""
+
+    layer: int
+    module: str
+    matrix: str
+    rank_start: int
+    rank_width: int
+    start: int
+    length: int
+
+
+def plan_image(
+    ranks: Mapping[tuple[int, str], int],
+    shapes: Mapping[str, tuple[int, int]],
+    page_bytes: int,
+    itemsize: int,
+) -> ImagePlan:
+    """Cut an adapter into blocks and pack them into pages.
+
+    Args:
+        ranks: true rank by (layer, module); missing or 0 where the adapter has no delta.
+        shapes: (d_in, d_out) by module.
+        page_bytes: size of one pool page.
+        itemsize: bytes per weight.
+    """
+    present = {key: rank for key, rank in ranks.items() if rank}
+    for (layer, module), rank in present.items():
+        if module not in shapes or not 0 < rank <= MAX_RANK:
+            raise ValueError(f"layer {layer} {module}: rank {rank} outside 1..{MAX_RANK}")
+    chunk = chunk_length(page_bytes, itemsize)
+    pieces = list(_cut(present, shapes, chunk))
+    sizes = [_aligned(piece.rank_width * piece.length * itemsize) for piece in pieces]
+    places, num_pages = _pack(sizes, page_bytes)
+    blocks = tuple(
+        Block(p.layer, p.module, p.matrix, p.rank_start, p.rank_width, p.start, p.length, *place)
+        for p, place in zip(pieces, places, strict=True)
+    )
+    return ImagePlan(num_pages, page_bytes, itemsize, blocks, present, sum(sizes))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def _cut(
+    ranks: Mapping[tuple[int, str], int], shapes: Mapping[str, tuple[int, int]], chunk: int
+) -> Iterator[_Piece]:
+    """Every block of the adapter, in canonical order."""
+    for layer, module in sorted(ranks, key=lambda key: (key[0], MODULES.index(key[1]))):
+        rank = ranks[layer, module]
+        for matrix, length in zip("ab", shapes[module], strict=True):
+            for rank_start in range(0, rank, TILE_RANKS):
+                width = tile_width(rank, rank_start)
+                for start in range(0, length, chunk):
+                    size = min(chunk, length - start)
+                    yield _Piece(layer, module, matrix, rank_start, width, start, size)
+
+
+def _pack(sizes: list[int], page_bytes: int) -> tuple[list[tuple[int, int]], int]:
+    """Best fit, largest first: (page, offset) of every size, and the number of pages."""
+    places = [(0, 0)] * len(sizes)
+    gaps: list[tuple[int, int]] = []  # (free bytes, page), sorted
+    num_pages = 0
+    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[index]
+        position = bisect_left(gaps, (size, -1))
+        if position < len(gaps):
+            free, page = gaps.pop(position)
+        else:
+            free, page = page_bytes, num_pages
+            num_pages += 1
+        places[index] = (page, page_bytes - free)
+        if free > size:
+            insort(gaps, (free - size, page))
+    return places, num_pages

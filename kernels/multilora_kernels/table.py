@@ -1,0 +1,234 @@
+"""The adapter table: from a slot to the pool offsets of its weights.
+
+Device side, `offsets` int64 [num_layers, num_cells, cell_width]. A *cell* belongs to one rank tile
+of one module of one slot and holds, per layer, the places of that tile's blocks: first the chunks
+of A, then those of B. Cells have one size and come from a free list, so slots of any rank come and
+go without fragmentation, and work lists that name cells serve all layers.
+
+An entry is the block's element offset in the pool; bit 0 marks a tile that is 8 ranks wide (blocks
+start at multiples of 128 bytes, so the low bits are free), and -1 a tile absent from that layer.
+
+Host side the same entries, plus plan and pages of every slot, which the torch path reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from multilora_kernels.layout import MAX_RANK, MODULES, TILE_RANKS, Block, ImagePlan, chunk_length
+from multilora_kernels.staging import Staging
+
+_ABSENT = -1
+TILES_PER_MODULE = MAX_RANK // TILE_RANKS
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """A block of one slot and where it starts in the flat pool, in elements."""
+
+    block: Block
+    element: int
+
+
+@dataclass(frozen=True)
+class CellGeometry:
+    """How one cell is laid out: the same for every slot of a pool."""
+
+    page_bytes: int
+    itemsize: int
+    chunk: int  # elements along the long side of a full block
+    a_chunks: Mapping[str, int]  # chunks of A by module; B's follow in the cell
+    width: int  # entries of one layer in a cell
+
+
+@dataclass
+class _Slot:
+    """Host record of an occupied slot."""
+
+    plan: ImagePlan
+    pages: tuple[int, ...]
+    cells: npt.NDArray[np.int32]
+    blocks: dict[tuple[int, str], tuple[PlacedBlock, ...]] = field(default_factory=dict)
+
+
+class AdapterTable:
+    """Maps slots to the blocks of their adapters, on the device and on the host.
+
+    Slot 0 is the base model: rank 0 everywhere. Capacity is fixed at construction: `max_blocks` is
+    the number of blocks of all adapters that may be hot together, counted as if an adapter that
+    leaves out some layers had them all.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_layers: int,
+        shapes: Mapping[str, tuple[int, int]],
+        max_blocks: int,
+        device: torch.device | str,
+    ) -> None:
+        self.num_slots = num_slots
+        self.num_layers = num_layers
+        self.shapes = dict(shapes)
+        self.device = torch.device(device)
+        self.version = 0  # changes with every set and clear
+        self.geometry: CellGeometry | None = None
+        # Tiles of different modules have different block counts but share one cell size (factor
+        # 3), and a small adapter in every slot must fit whatever `max_blocks` says.
+        entries = 3 * (max_blocks + num_layers * len(MODULES) * num_slots)
+        self._entries = torch.full((entries,), _ABSENT, dtype=torch.int64, device=self.device)
+        self._staging = Staging(self.device)
+        # Tiles by (slot, module), and the cell of each.
+        self.tiles = np.zeros((num_slots, len(MODULES)), dtype=np.int32)
+        self.cells = np.full((num_slots, len(MODULES), TILES_PER_MODULE), _ABSENT, dtype=np.int32)
+        self._slots: dict[int, _Slot] = {}
+        self._free: list[int] = []
+        self._offsets_cpu = np.empty((0, 0, 0), dtype=np.int64)
+        self._dirty: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the table."""
+        return self._entries.numel() * self._entries.element_size()
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Device entries, int64 [num_layers, num_cells, cell_width]."""
+        shape = self._offsets_cpu.shape
+        return self._entries[: self._offsets_cpu.size].view(shape)
+
+    @property
+    def num_cells(self) -> int:
+        """Rank tiles that all slots together may hold."""
+        return self._offsets_cpu.shape[1]
+
+    def can_hold(self, plan: ImagePlan) -> bool:
+        """Whether the cells for `plan` are free."""
+        self._settle(plan)
+        return sum(_tiles_of(plan).values()) <= len(self._free)
+
+    def set(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
+        """Let `slot` stand for the image laid out by `plan`; pages[i] holds image page i."""
+        assert 0 < slot < self.num_slots and len(pages) == plan.num_pages
+        self.clear(slot)
+        self._settle(plan)
+        tiles = _tiles_of(plan)
+        needed = sum(tiles.values())
+        if needed > len(self._free):
+            raise RuntimeError(
+                f"the adapter table is full: {needed} rank tiles needed, {len(self._free)} free"
+            )
+        taken = [self._free.pop() for _ in range(needed)]
+        position = 0
+        for module, count in tiles.items():
+            index = MODULES.index(module)
+            self.tiles[slot, index] = count
+            self.cells[slot, index, :count] = taken[position : position + count]
+            position += count
+        cells = np.array(taken, dtype=np.int32)
+        self._slots[slot] = _Slot(plan, tuple(pages), cells)
+        self._write_entries(slot, plan, pages)
+        self._touch(cells)
+
+    def clear(self, slot: int) -> None:
+        """Empty `slot`: no rows may use it any more."""
+        record = self._slots.pop(slot, None)
+        if record is None:
+            return
+        self.tiles[slot] = 0
+        self.cells[slot] = _ABSENT
+        self._offsets_cpu[:, record.cells] = _ABSENT
+        self._free.extend(int(cell) for cell in record.cells)
+        self._touch(record.cells)
+
+    def flush(self) -> None:
+        """Upload what `set` and `clear` changed, in stream order. Call between steps."""
+        if not self._dirty:
+            return
+        cells = np.array(sorted(self._dirty), dtype=np.int64)
+        self._dirty.clear()
+        changed = self._offsets_cpu[:, cells]
+        if len(cells) == self.num_cells:
+            self._staging.upload(self.offsets, changed)
+            return
+        index = torch.empty(len(cells), dtype=torch.int64, device=self.device)
+        values = torch.empty(changed.shape, dtype=torch.int64, device=self.device)
+        self._staging.upload(index, cells)
+        self._staging.upload(values, changed)
+        self.offsets.index_copy_(1, index, values)
+
+    def blocks(self, slot: int, layer: int, module: str) -> tuple[PlacedBlock, ...]:
+        """Blocks of one module of one layer of `slot`, from the host mirror; empty for rank 0."""
+        record = self._slots.get(slot)
+        if record is None:
+            return ()
+        if not record.blocks:
+            record.blocks.update(_place(record.plan, record.pages))
+        return record.blocks.get((layer, module), ())
+
+    def rank(self, slot: int, layer: int, module: str) -> int:
+        """True rank of one module of one layer of `slot`."""
+        record = self._slots.get(slot)
+        return record.plan.ranks.get((layer, module), 0) if record else 0
+
+    def _settle(self, plan: ImagePlan) -> None:
+        """Fix the cell layout by the first plan; later ones must agree with it."""
+        if self.geometry is not None:
+            assert self.geometry.page_bytes == plan.page_bytes
+            assert self.geometry.itemsize == plan.itemsize
+            return
+        chunk = chunk_length(plan.page_bytes, plan.itemsize)
+        chunks = {
+            module: (-(-d_in // chunk), -(-d_out // chunk))
+            for module, (d_in, d_out) in self.shapes.items()
+        }
+        width = max(sum(pair) for pair in chunks.values())
+        self.geometry = CellGeometry(
+            plan.page_bytes,
+            plan.itemsize,
+            chunk,
+            {module: pair[0] for module, pair in chunks.items()},
+            width,
+        )
+        num_cells = self._entries.numel() // (self.num_layers * width)
+        self._offsets_cpu = np.full((self.num_layers, num_cells, width), _ABSENT, dtype=np.int64)
+        self._free = list(range(num_cells - 1, -1, -1))
+
+    def _write_entries(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
+        geometry = self.geometry
+        assert geometry is not None
+        cells = self.cells[slot]
+        page_elements = plan.page_bytes // plan.itemsize
+        for block in plan.blocks:
+            module = MODULES.index(block.module)
+            column = block.start // geometry.chunk
+            if block.matrix == "b":
+                column += geometry.a_chunks[block.module]
+            element = pages[block.page] * page_elements + block.offset // plan.itemsize
+            cell = cells[module, block.rank_start // TILE_RANKS]
+            self._offsets_cpu[block.layer, cell, column] = element | (block.rank_width == 8)
+
+    def _touch(self, cells: npt.NDArray[np.int32]) -> None:
+        self._dirty.update(int(cell) for cell in cells)
+        self.version += 1
+
+
+def _tiles_of(plan: ImagePlan) -> dict[str, int]:
+    """Rank tiles by module, at the layer where the module's rank is largest."""
+    tiles: dict[str, int] = {}
+    for (_, module), rank in plan.ranks.items():
+        tiles[module] = max(tiles.get(module, 0), -(-rank // TILE_RANKS))
+    return tiles
+
+
+def _place(plan: ImagePlan, pages: Sequence[int]) -> dict[tuple[int, str], tuple[PlacedBlock, ...]]:
+    """Blocks with their pool positions, by (layer, module)."""
+    placed: dict[tuple[int, str], list[PlacedBlock]] = {}
+    page_elements = plan.page_bytes // plan.itemsize
+    for block in plan.blocks:
+        element = pages[block.page] * page_elements + block.offset // plan.itemsize
+        placed.setdefault((block.layer, block.module), []).append(PlacedBlock(block, element))
+    return {key: tuple(blocks) for key, blocks in placed.items()}

@@ -1,0 +1,162 @@
+"""Made-up adapters and batches, the same for tests and benchmarks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from multilora_kernels.layout import ImagePlan, plan_image
+from multilora_kernels.segments import Segments
+from multilora_kernels.table import AdapterTable
+
+# The published generator's seed, so that its orders can be compared with ours.
+SHUFFLE_SEED = 0xABCDABCD987
+LLAMA3_8B: Mapping[str, tuple[int, int]] = {
+    "q_proj": (4096, 4096),
+    "k_proj": (4096, 1024),
+    "v_proj": (4096, 1024),
+    "o_proj": (4096, 4096),
+    "gate_proj": (4096, 14336),
+    "up_proj": (4096, 14336),
+    "down_proj": (14336, 4096),
+}
+
+Weights = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+
+
+def popularity_counts(popularity: str, num_rows: int) -> list[int]:
+    """Rows of every adapter, most popular first; they add up to `num_rows`.
+
+    distinct: one row each. identical: one adapter. uniform: ceil(sqrt(n)) adapters, equal shares.
+    skewed: a ladder, each adapter 1.5 times as popular as the next. zipf:ALPHA: shares i^-ALPHA.
+    """
+    law, _, parameter = popularity.partition(":")
+    if law == "distinct":
+        return [1] * num_rows
+    if law == "identical":
+        return [num_rows]
+    if law == "uniform":
+        adapters = int(np.ceil(np.sqrt(num_rows)))
+        return [num_rows // adapters + (i < num_rows % adapters) for i in range(adapters)]
+    if law == "skewed":
+        return _ladder(num_rows, float(parameter or 1.5))
+    if law == "zipf":
+        return _zipf(num_rows, float(parameter))
+    raise ValueError(
+        f"popularity {popularity!r}: distinct, identical, uniform, skewed or zipf:ALPHA"
+    )
+
+
+def _ladder(num_rows: int, ratio: float) -> list[int]:
+    counts: list[int] = []
+    while sum(counts) + int(ratio ** len(counts)) < num_rows:
+        counts.append(int(ratio ** len(counts)))
+    counts.append(num_rows - sum(counts))
+    return sorted(counts, reverse=True)
+
+
+def _zipf(num_rows: int, alpha: float) -> list[int]:
+    """Shares by the largest remainder, so that the counts are exact."""
+    weights = np.arange(1, num_rows + 1, dtype=np.float64) ** -alpha
+    shares = num_rows * weights / weights.sum()
+    counts = np.floor(shares).astype(int)
+    missing = num_rows - int(counts.sum())
+    counts[np.argsort(counts - shares, kind="stable")[:missing]] += 1
+    return [int(count) for count in np.sort(counts)[::-1] if count]
+
+
+def make_slots(
+    popularity: str, num_rows: int, first_slot: int = 1, shuffle: bool = True
+) -> npt.NDArray[np.int32]:
+    """Slot of every row, int32 [num_rows], adapters numbered by falling popularity."""
+    counts = popularity_counts(popularity, num_rows)
+    slots = np.repeat(np.arange(len(counts), dtype=np.int32), counts) + np.int32(first_slot)
+    if shuffle:
+        np.random.Generator(np.random.PCG64(SHUFFLE_SEED)).shuffle(slots)
+    return slots
+
+
+def make_segments(
+    popularity: str, num_rows: int, device: torch.device | str = "cpu", shuffle: bool = True
+) -> Segments:
+    """Segments of `num_rows` rows spread over adapters by a popularity law."""
+    segments = Segments(num_rows, device)
+    segments.build(make_slots(popularity, num_rows, shuffle=shuffle))
+    return segments
+
+
+def random_weights(
+    ranks: Mapping[tuple[int, str], int],
+    shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+    seed: int,
+) -> Weights:
+    """A [r, d_in] and B [d_out, r] by (layer, module), rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: Weights = {}
+    for key, rank in ranks.items():
+        if rank:
+            d_in, d_out = shapes[key[1]]
+            a = torch.randn(rank, d_in, generator=generator) / d_in**0.5
+            b = torch.randn(d_out, rank, generator=generator) / rank**0.5
+            weights[key] = (a.to(dtype), b.to(dtype))
+    return weights
+
+
+def fill_image(plan: ImagePlan, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
+    """The adapter's pages, uint8 [num_pages, page_bytes], as `plan` lays them out."""
+    image = torch.zeros(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
+    for block in plan.blocks:
+        a, b = weights[block.layer, block.module]
+        stop = min(block.rank_start + block.rank_width, a.shape[0])
+        along = slice(block.start, block.start + block.length)
+        if block.matrix == "a":
+            tile = torch.zeros(block.rank_width, block.length, dtype=dtype)
+            tile[: stop - block.rank_start] = a[block.rank_start : stop, along]
+        else:
+            tile = torch.zeros(block.length, block.rank_width, dtype=dtype)
+            tile[:, : stop - block.rank_start] = b[along, block.rank_start : stop]
+        raw = tile.view(-1).view(torch.uint8)
+        image[block.page, block.offset : block.offset + len(raw)] = raw
+    return image
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Adapters in a pool: slot i + 1 holds adapter i, with the weights it was made from."""
+
+    pool: torch.Tensor
+    table: AdapterTable
+    weights: tuple[Weights, ...]
+    shapes: Mapping[str, tuple[int, int]]
+
+
+def make_fleet(
+    ranks: Sequence[Mapping[tuple[int, str], int]],
+    shapes: Mapping[str, tuple[int, int]],
+    num_layers: int,
+    page_bytes: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Fleet:
+    """One random adapter per entry of `ranks`, scattered over a pool that is otherwise NaN."""
+    itemsize = dtype.itemsize
+    plans = [plan_image(entry, shapes, page_bytes, itemsize) for entry in ranks]
+    num_pages = sum(plan.num_pages for plan in plans) + 3
+    # All bits set is a NaN in every float format: whatever is read by mistake shows.
+    pool = torch.full((num_pages, page_bytes), 255, dtype=torch.uint8)
+    order = np.random.Generator(np.random.PCG64(seed)).permutation(num_pages).tolist()
+    max_blocks = sum(len(plan.blocks) for plan in plans)
+    table = AdapterTable(len(plans) + 1, num_layers, shapes, max_blocks, device)
+    weights = []
+    for index, (entry, plan) in enumerate(zip(ranks, plans, strict=True)):
+        pages = [order.pop() for _ in range(plan.num_pages)]
+        made = random_weights(entry, shapes, dtype, seed * 1000 + index)
+        pool[pages] = fill_image(plan, made, dtype)
+        table.set(index + 1, plan, pages)
+        weights.append(made)
+    table.flush()
+    return Fleet(pool.to(device), table, tuple(weights), shapes)
