@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from multilora_cli.errors import Refused
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_cli.sizing.quantization import NONE, Quantization
 from multilora_cli.units import format_size
 from multilora_kernels.layout import MODULES
 
@@ -58,8 +59,10 @@ class MemoryPlan:
         }
 
 
-def base_bytes(geometry: ModelGeometry, itemsize: int) -> BaseBytes:
-    """Bytes of the weights of an unquantised base in a dtype of `itemsize` bytes."""
+def base_bytes(
+    geometry: ModelGeometry, itemsize: int, quantization: Quantization = NONE
+) -> BaseBytes:
+    """Bytes of a base's weights; `itemsize` of the compute dtype, which all but linears keep."""
     table = geometry.vocab_size * geometry.hidden_size * itemsize
     biased = {
         "q_proj": geometry.qkv_bias, "k_proj": geometry.qkv_bias, "v_proj": geometry.qkv_bias,
@@ -67,7 +70,8 @@ def base_bytes(geometry: ModelGeometry, itemsize: int) -> BaseBytes:
         "down_proj": geometry.mlp_bias,
     }  # fmt: skip
     projections = {
-        name: geometry.num_layers * (d_in * d_out + d_out * biased[name]) * itemsize
+        name: geometry.num_layers
+        * (quantization.linear_bytes(d_in, d_out, itemsize) + d_out * biased[name] * itemsize)
         for name, (d_in, d_out) in geometry.module_shapes.items()
     }
     per_layer = 2 * geometry.hidden_size + 2 * geometry.head_dim * geometry.qk_norm
