@@ -1,1 +1,1 @@
-"""Text to token ids and back."""
+"""Text on one side, token ids on the other: tokenizer, chat template, incremental decoding."""

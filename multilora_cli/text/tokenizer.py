@@ -1,0 +1,100 @@
+"""The base model's tokenizer, from its tokenizer.json and tokenizer_config.json."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from multilora_cli.errors import ModelError
+from multilora_cli.text.chat_template import Segment, read_tokenizer_config, special_names
+from multilora_cli.text.detokenizer import Detokenizer
+from multilora_cli.text.pieces import PieceTable
+
+_TOKENIZER_BYTES_MAX = 256 * 2**20
+
+
+class Tokenizer:
+    """Text to ids and back. Encoding is thread-safe and releases the GIL for its main part."""
+
+    def __init__(self, text: str, config: dict[str, Any]) -> None:
+        """`text`: content of tokenizer.json; `config`: tokenizer_config.json."""
+        self._parsing = _parse(text)
+        self._literal = _parse(text)
+        self._literal.encode_special_tokens = True
+        added = self._parsing.get_added_tokens_decoder()
+        vocab = {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
+        vocab |= {token_id: token.content for token_id, token in added.items()}
+        self.special_tokens = tuple(token.content for token in added.values() if token.special)
+        special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.pieces = PieceTable(vocab, special_ids, json.loads(text).get("decoder") or {})
+        self.vocab_size = max(vocab, default=-1) + 1
+        self._prefix, self._suffix = self._surroundings(config)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of a plain prompt. Special tokens written in the text are parsed, as HF does."""
+        ids = self._parsing.encode(text, add_special_tokens=False).ids
+        return [*self._prefix, *ids, *self._suffix] if add_special else list(ids)
+
+    def encode_segments(self, segments: Sequence[Segment], *, add_special: bool) -> list[int]:
+        """Ids of a rendered conversation; literal segments never become special tokens."""
+        ids: list[int] = []
+        for segment in segments:
+            tokenizer = self._literal if segment.literal else self._parsing
+            ids += tokenizer.encode(segment.text, add_special_tokens=False).ids
+        return [*self._prefix, *ids, *self._suffix] if add_special else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of whole ids, as the tokenizer's own decoder gives it."""
+        return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special))
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        """A fresh incremental decoder for one sequence."""
+        return Detokenizer(self.pieces, skip_special=skip_special)
+
+    def _surroundings(self, config: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Ids before and after a plain prompt: add_bos_token decides where it is given."""
+        if "add_bos_token" not in config and "add_eos_token" not in config:
+            probe = self._parsing.encode("a").ids
+            bare = self._parsing.encode("a", add_special_tokens=False).ids
+            at = next(
+                (i for i in range(len(probe)) if probe[i : i + len(bare)] == bare), len(probe)
+            )
+            return probe[:at], probe[at + len(bare) :]
+        names = special_names(config)
+        ends = []
+        for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+            token = self._parsing.token_to_id(names[name]) if name in names else None
+            ends.append([token] if config.get(flag) and token is not None else [])
+        return ends[0], ends[1]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder. Raises ModelError."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{path}: missing; the tokenizer must be in this format",
+            hint="convert it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained",
+        )
+    if path.stat().st_size > _TOKENIZER_BYTES_MAX:
+        raise ModelError(f"{path}: {path.stat().st_size} bytes, expected at most 256 MiB")
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ModelError(f"{path}: not UTF-8") from None
+    try:
+        return Tokenizer(text, read_tokenizer_config(folder))
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error.message}", hint=error.hint) from None
+
+
+def _parse(text: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception for a bad file
+        raise ModelError(f"tokenizer.json: {error}"[:400]) from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
