@@ -1,0 +1,33 @@
+"""Token embedding and the head that turns hidden states into logits."""
+
+import torch
+import torch.nn.functional as F
+
+from multilora_cli.layers.linear import DenseWeight, Weight
+
+
+class Embedding:
+    """Rows of a [vocab, hidden] table by token id."""
+
+    def __init__(self, vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.weight = torch.empty(vocab, hidden, dtype=dtype, device=device)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int64 [T] in [0, vocab); returns [T, hidden]."""
+        return F.embedding(token_ids, self.weight)
+
+
+class Head:
+    """Logits of hidden states; a tied head multiplies by the embedding table itself."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.weight = weight
+
+    @classmethod
+    def tied(cls, embedding: Embedding) -> "Head":
+        """A head that shares the table of `embedding`."""
+        return cls(DenseWeight(embedding.weight))
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden]; returns float32 [R, vocab]."""
+        return self.weight.matmul(hidden).float()

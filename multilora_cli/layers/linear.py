@@ -1,0 +1,79 @@
+"""Linear layers with the adapters written in: y = W x + b, then y += B_s (A_s x) per token row.
+
+q, k and v are one packed multiply, and so are gate and up. How W is stored is behind `Weight`.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from multilora_cli.layers.context import StepContext
+from multilora_kernels.add_lora import add_lora
+
+
+class Weight(Protocol):
+    """A matrix [out, in] in some storage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] times the transposed matrix: a new tensor [T, out] of x's dtype."""
+
+    def dequantise(self) -> torch.Tensor:
+        """The matrix in the compute dtype: [out, in]; not to be written to."""
+
+
+class DenseWeight:
+    """A matrix stored as it is, in the compute dtype."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    @classmethod
+    def empty(
+        cls, size_out: int, size_in: int, dtype: torch.dtype, device: torch.device
+    ) -> "DenseWeight":
+        """Uninitialised [size_out, size_in], to be filled by the loader."""
+        return cls(torch.empty(size_out, size_in, dtype=dtype, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.tensor.nbytes
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] times the transposed matrix: [T, out]."""
+        return F.linear(x, self.tensor)
+
+    def dequantise(self) -> torch.Tensor:
+        """The matrix itself."""
+        return self.tensor
+
+
+class LoraLinear:
+    """One packed projection of one layer, with the adapters of every token row added.
+
+    `group` is the key of `multilora_kernels.layout.GROUPS` that lists its modules in the order
+    in which their rows are packed: qkv, o, gate_up or down.
+    """
+
+    def __init__(
+        self, weight: Weight, layer: int, group: str, bias: torch.Tensor | None = None
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.layer = layer
+        self.group = group
+
+    def __call__(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, in], contiguous; returns [T, out]."""
+        y = self.weight.matmul(x)
+        if self.bias is not None:
+            y += self.bias
+        if ctx.segments is not None and ctx.segments.has_adapters:
+            assert ctx.table is not None, "segments with adapters need their table"
+            add_lora(y, x, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
+        return y

@@ -1,0 +1,157 @@
+"""The decoder of Llama 2 and 3, Mistral, Qwen2, Qwen2.5 and Qwen3: one file, differences by flags.
+
+The flags are fields of ModelGeometry: qkv_bias (Qwen2), o_bias and mlp_bias (some Llamas),
+qk_norm (Qwen3), sliding_windows (Mistral, some Qwens), tie_word_embeddings, rope.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from multilora_cli.layers.attention import Attention, HeadShape
+from multilora_cli.layers.context import StepContext
+from multilora_cli.layers.embedding import Embedding, Head
+from multilora_cli.layers.linear import DenseWeight, LoraLinear
+from multilora_cli.layers.norm import RMSNorm
+from multilora_cli.layers.rotary import Rotary
+from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_kernels.layout import GROUPS
+
+
+class Mlp:
+    """down(silu(gate(x)) * up(x)) with gate and up packed in this order."""
+
+    def __init__(self, gate_up: LoraLinear, down: LoraLinear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
+        """x [T, hidden]; returns [T, hidden]."""
+        gate, up = self.gate_up(x, ctx).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, ctx)
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind its norm and added to the residual stream."""
+
+    def __init__(
+        self, input_norm: RMSNorm, attention: Attention, post_norm: RMSNorm, mlp: Mlp
+    ) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.post_norm = post_norm
+        self.mlp = mlp
+
+    def __call__(
+        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], ctx: StepContext
+    ) -> torch.Tensor:
+        """x [T, hidden]; returns the residual stream after this layer."""
+        x = x + self.attention(self.input_norm(x), tables, ctx)
+        return x + self.mlp(self.post_norm(x), ctx)
+
+
+class Decoder:
+    """A decoder-only transformer for inference; its weights are uninitialised until loaded.
+
+    `tensors` maps the name of every checkpoint tensor to the memory it is copied into. The parts
+    of packed weights are row ranges of one matrix, so every target is contiguous.
+    """
+
+    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        self.geometry = geometry
+        self.dtype = dtype
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.embedding = Embedding(geometry.vocab_size, geometry.hidden_size, dtype, device)
+        self.tensors["model.embed_tokens.weight"] = self.embedding.weight
+        self.rotary = Rotary(geometry.rope, geometry.head_dim, device)
+        self.layers = [self._layer(index) for index in range(geometry.num_layers)]
+        self.norm = self._norm("model.norm", geometry.hidden_size)
+        self.head = self._head()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device, a tied head counted once."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, ctx: StepContext
+    ) -> torch.Tensor:
+        """token_ids and positions int64 [T]; returns hidden states [T, hidden] after the last norm.
+
+        K and V of the tokens are written to the pool at ctx.slot_mapping.
+        """
+        tables = self.rotary.tables(positions)
+        x = self.embedding(token_ids)
+        for layer in self.layers:
+            x = layer(x, tables, ctx)
+        return self.norm(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, hidden] of the rows that are asked for; returns float32 [R, vocab]."""
+        return self.head(hidden)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        geometry, prefix = self.geometry, f"model.layers.{index}."
+        attention, hidden, head_dim = (
+            prefix + "self_attn.",
+            geometry.hidden_size,
+            geometry.head_dim,
+        )
+        normed = geometry.qk_norm
+        return DecoderLayer(
+            self._norm(prefix + "input_layernorm", hidden),
+            Attention(
+                HeadShape(
+                    geometry.num_layers,
+                    geometry.num_heads,
+                    geometry.num_kv_heads,
+                    head_dim,
+                    geometry.sliding_windows[index],
+                ),
+                self._linear(index, "qkv", geometry.qkv_bias),
+                self._linear(index, "o", geometry.o_bias),
+                self._norm(attention + "q_norm", head_dim) if normed else None,
+                self._norm(attention + "k_norm", head_dim) if normed else None,
+            ),
+            self._norm(prefix + "post_attention_layernorm", hidden),
+            Mlp(
+                self._linear(index, "gate_up", geometry.mlp_bias),
+                self._linear(index, "down", geometry.mlp_bias),
+            ),
+        )
+
+    def _norm(self, name: str, size: int) -> RMSNorm:
+        norm = RMSNorm(size, self.geometry.rms_norm_eps, self.dtype, self.device)
+        self.tensors[name + ".weight"] = norm.weight
+        return norm
+
+    def _linear(self, layer: int, group: str, has_bias: bool) -> LoraLinear:
+        """The packed projection of `group`, its parts entered into `tensors`."""
+        modules = GROUPS[group]
+        sizes = [self.geometry.module_shapes[module][1] for module in modules]
+        size_in = self.geometry.module_shapes[modules[0]][0]
+        weight = DenseWeight.empty(sum(sizes), size_in, self.dtype, self.device)
+        bias = None
+        if has_bias:
+            bias = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        block = "mlp" if group in ("gate_up", "down") else "self_attn"
+        start = 0
+        for module, size in zip(modules, sizes, strict=True):
+            name = f"model.layers.{layer}.{block}.{module}."
+            self.tensors[name + "weight"] = weight.tensor[start : start + size]
+            if bias is not None:
+                self.tensors[name + "bias"] = bias[start : start + size]
+            start += size
+        return LoraLinear(weight, layer, group, bias)
+
+    def _head(self) -> Head:
+        geometry = self.geometry
+        if geometry.tie_word_embeddings:
+            return Head.tied(self.embedding)
+        weight = DenseWeight.empty(
+            geometry.vocab_size, geometry.hidden_size, self.dtype, self.device
+        )
+        self.tensors["lm_head.weight"] = weight.tensor
+        return Head(weight)
