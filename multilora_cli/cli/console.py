@@ -112,7 +112,7 @@ class Console:
         table = Table(title=Text(clean(title)) if title else None, title_justify="left")
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(_numeric(row[index]) for row in rows)
-            table.add_column(Text(column), justify="right" if numeric else "left")
+            table.add_column(Text(clean(column)), justify="right" if numeric else "left")
         for row in rows:
             table.add_row(*(Text(clean(cell)) for cell in row))
         self.render(table)
@@ -131,7 +131,7 @@ class Console:
 
         grid = Table.grid(padding=(0, 2))
         for name, fact in rows.items():
-            grid.add_row(Text(name, style="bold"), Text(clean(fact, keep="\n")))
+            grid.add_row(Text(clean(name), style="bold"), Text(clean(fact, keep="\n")))
         self.render(Panel(grid, title=Text(clean(title)), expand=False, border_style="green"))
 
     def render(self, renderable: "RenderableType") -> None:
@@ -163,13 +163,13 @@ class Console:
         try:
             stream.write(text)
             stream.flush()
-        except (BrokenPipeError, ValueError):
-            # F09: whoever read us is gone; the work itself goes on.
-            return
-        except UnicodeEncodeError:
+        except UnicodeEncodeError:  # a ValueError, so it comes first
             encoding = getattr(stream, "encoding", None) or "ascii"
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
+        except (BrokenPipeError, ValueError):
+            # Whoever read us is gone (closed pipe or file); the work itself goes on.
+            return
 
 
 class Phases:

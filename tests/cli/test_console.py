@@ -1,0 +1,138 @@
+"""What reaches a terminal: only bytes the program chose itself."""
+
+import io
+import json
+
+import pytest
+
+from multilora_cli.cli.console import Console, clean
+
+HOSTILE = [
+    "\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "\x1b]52;c;Y2xpcA==\x07",
+    "\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\",
+    "\x9b31m",
+    "a\rb",
+    "a\nb",
+    "bell\x07",
+    "back\x08space",
+    "del\x7f",
+    "\u202eevil",
+    "zero\u200bwidth",
+    "\u2066isolate\u2069",
+    "line\u2028separator",
+    "nul\x00",
+    "[/foo]",
+    "[bold]markup[/bold]",
+    "[link=http://x]y[/link]",
+    "surrogate \udc80",
+    "tag \U000e0041",
+    "private \ue000",
+]
+HOSTILE += [f"c0 {chr(code)}" for code in range(32)] + [f"c1 {chr(c)}" for c in range(0x7F, 0xA0)]
+HOSTILE += [f"{kind}{code}" for kind in ("\x1b[", "\x1b]", "\x1bP", "\x9d") for code in range(32)]
+
+
+def written(*, tty: bool = False, **modes: bool) -> tuple[Console, io.StringIO]:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return tty
+
+    stream = Stream()
+    return Console(stdout=stream, stderr=stream, **modes), stream
+
+
+def own_bytes_only(text: str) -> bool:
+    """No control character but newline and tab, and rich's own colour codes."""
+    import re
+
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return all(char == "\n" or (ord(char) >= 32 and not 0x7F <= ord(char) < 0xA0) for char in text)
+
+
+def test_there_are_two_hundred_hostile_strings() -> None:
+    assert len(set(HOSTILE)) >= 200
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_hostile_names_never_steer_the_terminal(tty: bool) -> None:
+    """F100 and G22: 200 strings through every way of printing."""
+    for text in HOSTILE:
+        console, stream = written(tty=tty)
+        console.line(text)
+        console.note(text)
+        console.error(text, hint=text)
+        console.table(("name", text), [(text, 1)], title=text)
+        console.panel(text, {"fact": text})
+        console.text(text)
+        shown = stream.getvalue()
+        assert own_bytes_only(shown), repr(text)
+        if not tty:
+            assert "\x1b" not in shown
+        assert not any(char in shown for char in "\u202e\u200b\u2066\u2028\ue000"), repr(text)
+
+
+def test_one_event_stays_one_line() -> None:
+    """F101: line breaks in a value are shown, not obeyed."""
+    console, stream = written()
+    console.line("a\r\nb")
+    assert stream.getvalue() == "a\\x0d\\x0ab\n"
+
+
+def test_model_output_keeps_its_lines_but_not_its_escapes() -> None:
+    """F102: an answer with escape sequences is shown escaped."""
+    console, stream = written()
+    console.text("one\ntwo\t\x1b]52;c;eA==\x07 caf\u00e9 \U0001f600")
+    assert stream.getvalue() == "one\ntwo\t\\x1b]52;c;eA==\\x07 caf\u00e9 \U0001f600"
+
+
+def test_json_with_hostile_names_is_json() -> None:
+    """F103: valid JSON, no colour, nothing else on stdout."""
+    console, stream = written(as_json=True)
+    console.line("people only")
+    console.table(("a",), [("b",)])
+    console.value([{"id": text} for text in HOSTILE if "\udc80" not in text])
+    assert [row["id"] for row in json.loads(stream.getvalue())] == [
+        text for text in HOSTILE if "\udc80" not in text
+    ]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_clean_is_idempotent_and_leaves_ordinary_text() -> None:
+    for text in HOSTILE:
+        assert clean(clean(text)) == clean(text)
+    for text in ("acme/legal", "日本語", "naïve", "emoji 😀", "Ω≈ç"):
+        assert clean(text) == text
+
+
+def test_a_closed_reader_does_not_end_the_work() -> None:
+    """F09: a closed pipe is noticed and ignored."""
+    console, stream = written()
+    stream.close()
+    console.line("nobody reads this")
+
+
+def test_a_terminal_that_cannot_show_a_character_gets_its_escape() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Console(stdout=stream, stderr=stream).line("caf\u00e9")
+    stream.seek(0)
+    assert stream.read() == "caf\\xe9\n"
+
+
+def test_tables_are_tab_separated_over_a_pipe() -> None:
+    console, stream = written()
+    console.table(("name", "pages"), [("a", 1), ("b", 22)])
+    assert stream.getvalue() == "name\tpages\na\t1\nb\t22\n"
+    quiet, stream = written(quiet=True)
+    quiet.table(("name",), [("a",)])
+    assert stream.getvalue() == "a\n"
+
+
+def test_progress_over_a_pipe_is_one_line_a_phase() -> None:
+    console, stream = written()
+    with console.progress("starting") as phases:
+        for done in range(5):
+            phases.update("loading weights", done, 4)
+        phases.update("warming", 1, 1)
+    assert stream.getvalue() == "loading weights ...\nwarming ...\n"
