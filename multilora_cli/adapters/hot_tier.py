@@ -1,0 +1,121 @@
+"""Where hot adapters lie: their slot in the table, their pages in the pool, copies on the way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from multilora_cli.memory.eviction import EvictionSource, Evictor
+from multilora_cli.memory.fences import FenceQueue
+from multilora_cli.memory.page_pool import IntegrityError, PagePool, PageUse
+from multilora_kernels.layout import ImagePlan
+
+
+class Table(Protocol):
+    """slot -> blocks on the device (multilora_kernels.table.AdapterTable)."""
+
+    def can_hold(self, plan: ImagePlan) -> bool: ...
+    def set(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None: ...
+    def clear(self, slot: int) -> None: ...
+    def flush(self) -> None: ...
+
+
+class Image(Protocol):
+    """A warm adapter: its bytes in kernel layout in host memory."""
+
+    @property
+    def plan(self) -> ImagePlan: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Copy(Protocol):
+    """A copy to the device that was started."""
+
+    def done(self) -> bool: ...
+
+
+class Copier(Protocol):
+    """Starts copies of images into pages, off the step stream."""
+
+    def start(self, image: Image, pages: Sequence[int]) -> Copy: ...
+
+
+@dataclass(slots=True)
+class Placement:
+    """One adapter's place on the device."""
+
+    slot: int
+    pages: list[int]
+    plan: ImagePlan
+    copy: Copy
+
+
+class HotTier:
+    """Takes and gives back slots and pages together. Slot 0 is the base and never given out."""
+
+    def __init__(
+        self, pool: PagePool, evictor: Evictor, table: Table, copier: Copier, num_slots: int
+    ) -> None:
+        self._pool = pool
+        self._evictor = evictor
+        self._table = table
+        self._copier = copier
+        self.num_slots = num_slots - 1
+        self._free_slots = list(range(num_slots - 1, 0, -1))
+        self._fenced_slots: FenceQueue[int] = FenceQueue(pool.clock)
+        self._changed = False
+
+    @property
+    def page_limit(self) -> int:
+        """Pages that all adapters together may take."""
+        return self._evictor.adapter_limit
+
+    def make_room(self, plan: ImagePlan, order: int, idle: EvictionSource) -> bool:
+        """Evict until `plan` has a slot and pages; False: not now, and nothing left in vain."""
+        self._free_slots += self._fenced_slots.take_past()
+        if not self._slot_for(plan) and idle.cheapest(order) is None:
+            return False
+        if not self._evictor.make_room(plan.num_pages, PageUse.ADAPTER, order):
+            return False
+        while not self._slot_for(plan) and idle.cheapest(order) is not None:
+            idle.evict_cheapest(order)
+            self._free_slots += self._fenced_slots.take_past()
+        return self._slot_for(plan)
+
+    def start(self, image: Image) -> Placement:
+        """Take what `make_room` found and start the copy."""
+        slot = self._free_slots.pop()
+        pages = self._pool.allocate(image.plan.num_pages, PageUse.ADAPTER)
+        return Placement(slot, pages, image.plan, self._copier.start(image, pages))
+
+    def enter(self, placement: Placement) -> None:
+        """The copy is done: the slot stands for the adapter from the next step on."""
+        self._table.set(placement.slot, placement.plan, placement.pages)
+        self._changed = True
+
+    def drop(self, placement: Placement) -> None:
+        """Give slot and pages back, behind the steps that may still read them."""
+        self._table.clear(placement.slot)
+        self._changed = True
+        self._pool.free(placement.pages)
+        self._fenced_slots.put([placement.slot])
+
+    def flush(self) -> None:
+        """Bring the table to the device; between steps only."""
+        if self._changed:
+            self._table.flush()
+            self._changed = False
+
+    def check_integrity(self, placements: Sequence[Placement]) -> None:
+        """Slots and pages of `placements` and the free ones are disjoint and complete."""
+        slots = [p.slot for p in placements] + self._free_slots + list(self._fenced_slots)
+        if sorted(slots) != list(range(1, self.num_slots + 1)):
+            raise IntegrityError(f"slots are {sorted(slots)}, expected 1..{self.num_slots} once")
+        pages = [page for placement in placements for page in placement.pages]
+        if len(set(pages)) != len(pages) or len(pages) != self._pool.count(PageUse.ADAPTER):
+            raise IntegrityError(f"adapters hold {len(pages)} pages, the pool counts otherwise")
+        if any(self._pool.use(page) is not PageUse.ADAPTER for page in pages):
+            raise IntegrityError("an adapter holds a page that is not its own")
+
+    def _slot_for(self, plan: ImagePlan) -> bool:
+        return bool(self._free_slots) and self._table.can_hold(plan)

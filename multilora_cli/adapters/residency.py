@@ -1,0 +1,488 @@
+"""Which adapters are where, and who needs them: the ladder stored -> warm -> hot.
+
+    STORED --load--> LOADING --> WARM --copy--> COPYING --> HOT
+                        |          ^                         |
+                        v          +--------- evicted -------+
+                      FAILED (reason, retry time)
+
+A load is started by the first lease or call that wants the digest, and only one runs per digest.
+Loader threads read and convert; this class, like the slots and pages it hands out, belongs to the
+step thread and changes between steps only. Nothing a running lease or a pin needs is ever evicted.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from multilora_cli.adapters.hot_tier import HotTier
+from multilora_cli.adapters.lease import Done, Failure, Lease, Pin, Standing, State, Version
+from multilora_cli.adapters.residency_entry import NOBODY, Call, Drain, Entry, NoHostRoom, WarmTier
+from multilora_cli.errors import MloraError
+from multilora_cli.memory.eviction import EvictionRule, decayed
+from multilora_cli.memory.page_pool import IntegrityError
+
+_log = logging.getLogger(__name__)
+
+_COPY_BYTES_PER_S = 20e9  # host to device over PCIe 4 x16; only weighs eviction
+_RETRY_S = (1.0, 60.0)  # first and longest pause after a failed load
+_WANTED = 1 << 20  # an idle adapter that somebody waits for leaves after all others
+
+
+class Residency:
+    """Leases and calls in, slots out. `now` is monotonic seconds."""
+
+    def __init__(
+        self,
+        hot: HotTier,
+        warm: WarmTier,
+        loaders: Executor,
+        rule: EvictionRule,
+        now: Callable[[], float],
+        num_loaders: int = 2,
+    ) -> None:
+        self._hot = hot
+        self._warm = warm
+        self._loaders = loaders
+        self._rule = rule
+        self._now = now
+        self._num_loaders = num_loaders
+        self._entries: dict[str, Entry] = {}
+        self._placed: dict[str, Entry] = {}  # copying or hot
+        self._pending: set[Entry] = set()
+        self._serial = 0
+        self._host_releases = 0
+        self._num_loading = 0
+        self._events: list[Standing] = []
+        self._done: list[Done] = []
+        self.purge: Callable[[str], int] = lambda digest: 0
+        self.loads = 0
+        self.evictions = 0
+        self.failed_loads = 0
+
+    # ---- what sequences do
+
+    def lease(self, version: Version, order: int) -> Lease:
+        """A claim on `version` for the sequence that arrived as number `order`; starts its load."""
+        entry = self._entry(version)
+        if entry.failure is not None and self._now() >= entry.failure.retry_at:
+            self._reset(entry)
+        self._serial += 1
+        lease = Lease(version.digest, order, self._serial)
+        entry.leases.add(lease)
+        self._pending.add(entry)
+        return lease
+
+    def acquire(self, lease: Lease) -> int | None:
+        """The slot of a hot adapter, which stays hot until `suspend` or `release`; else None."""
+        entry = self._entries[lease.digest]
+        if entry.state is not State.HOT or entry.placement is None or not entry.may_run(lease):
+            return None
+        if lease.running:
+            raise IntegrityError(f"adapter {lease.digest[:12]} acquired twice by one lease")
+        lease.running = True
+        entry.running += 1
+        entry.hits += 1
+        self._touch(entry)
+        return entry.placement.slot
+
+    def suspend(self, lease: Lease) -> None:
+        """The sequence was preempted: it waits for its slot again, the claim stays."""
+        self._stop(self._entries[lease.digest], lease)
+
+    def release(self, lease: Lease) -> None:
+        """The sequence ended, in whatever way; once per lease."""
+        if lease.released:
+            raise IntegrityError(f"adapter {lease.digest[:12]}: lease released twice")
+        entry = self._entries[lease.digest]
+        self._stop(entry, lease)
+        entry.leases.remove(lease)
+        lease.released = True
+        self._unhold(entry)
+
+    def failure(self, lease: Lease) -> Failure | None:
+        """Why the lease's adapter cannot be had, if its load failed."""
+        return self._entries[lease.digest].failure
+
+    def is_loading(self, lease: Lease) -> bool:
+        """Whether the adapter's bytes are still on their way into host memory."""
+        return self._entries[lease.digest].state in (State.STORED, State.LOADING)
+
+    def pages_needed(self, lease: Lease) -> int:
+        """Pages the adapter has yet to take; 0 while unknown."""
+        entry = self._entries[lease.digest]
+        image = entry.image
+        return image.plan.num_pages if image is not None and entry.placement is None else 0
+
+    def footprint(self, lease: Lease) -> int:
+        """Pages of the adapter, 0 while unknown, beside the pages of all other pins."""
+        entry = self._entries[lease.digest]
+        plan = entry.placement or entry.image
+        own = 0 if plan is None else plan.plan.num_pages
+        return own + self._pinned_pages(entry)
+
+    # ---- what operators do
+
+    def load(
+        self, call_id: int, version: Version, order: int, *, hot: bool = False,
+        pin: Pin | None = None, priority: int = 0,
+    ) -> None:  # fmt: skip
+        """Bring `version` up to warm, or hot; the outcome appears in `take_done`."""
+        entry = self._entry(version)
+        hot = hot or pin == "hot"
+        if pin == "hot" and entry.pin != "hot":
+            pinned = sum(other.pin == "hot" for other in self._entries.values())
+            if pinned + 1 >= self._hot.num_slots:
+                reason = (
+                    f"{pinned} of {self._hot.num_slots} slots are pinned: no slot would stay free"
+                )
+                self._done.append(Done(call_id, self._standing(entry), reason))
+                return
+        if entry.failure is not None:
+            self._reset(entry)
+        entry.pin = pin or entry.pin
+        entry.priority = priority
+        if entry.pin is not None:
+            self._warm.pin(entry.digest, True)
+        entry.calls.append(Call(call_id, hot, order))
+        self._pending.add(entry)
+
+    def evict(self, call_id: int, digest: str, *, cold: bool, unpin: bool, purge: bool) -> None:
+        """Move `digest` down once the leases that exist now have ended; see `take_done`."""
+        entry = self._entries.get(digest)
+        if entry is None:
+            freed = self.purge(digest) if purge else 0
+            self._done.append(Done(call_id, None, freed_pages=freed))
+            return
+        if entry.pin is not None and not unpin:
+            reason = f"adapter {entry.version.name} is pinned {entry.pin}"
+            self._done.append(Done(call_id, self._standing(entry), reason))
+            return
+        if entry.pin is not None:
+            self._warm.pin(digest, False)
+            entry.pin = None
+        entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
+        self._pending.add(entry)
+
+    # ---- between steps
+
+    def poll(self) -> None:
+        """Take in what loaders and copies finished, evict what drained, start what is wanted."""
+        if not self._pending:
+            self._hot.flush()
+            return
+        for entry in list(self._pending):
+            self._finish_load(entry)
+            self._finish_copy(entry)
+            self._finish_drains(entry)
+            self._answer_calls(entry)
+        wanted = [
+            (order, entry) for entry in self._pending if (order := entry.demand()) is not None
+        ]
+        for order, entry in sorted(wanted, key=lambda pair: pair[0]):
+            self._advance(entry, order)
+            self._finish_copy(entry)
+            self._answer_calls(entry)
+        self._pending = {entry for entry in self._pending if not self._settled(entry)}
+        self._hot.flush()
+
+    def busy(self) -> bool:
+        """Whether a load or copy is on its way, so that polling again soon is worth it."""
+        return any(e.state in (State.LOADING, State.COPYING) for e in self._pending)
+
+    def take_events(self) -> list[Standing]:
+        """Tier changes since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def take_done(self) -> list[Done]:
+        """Outcomes of load and evict calls since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def standings(self) -> list[Standing]:
+        """Every known digest."""
+        return [self._standing(entry) for entry in self._entries.values()]
+
+    # ---- what idle adapters give to the evictor
+
+    def evictable_pages(self, order: int) -> int:
+        """Pages of idle adapters that a sequence of arrival `order` may take."""
+        idle = (e.placement for e in self._placed.values() if self._is_idle(e, order))
+        return sum(len(placement.pages) for placement in idle if placement is not None)
+
+    def cheapest(self, order: int) -> tuple[int, float] | None:
+        """(priority, score) of the idle adapter that would leave first."""
+        best = self._cheapest(order)
+        return None if best is None else self._rank(best)
+
+    def evict_cheapest(self, order: int) -> None:
+        """Move that adapter down to warm."""
+        best = self._cheapest(order)
+        if best is not None:
+            self._cool(best)
+            self.evictions += 1
+
+    def check_integrity(self) -> None:
+        """States, holds, leases, slots and pages agree."""
+        for entry in self._entries.values():
+            running = sum(lease.running for lease in entry.leases)
+            if running != entry.running or any(lease.released for lease in entry.leases):
+                raise IntegrityError(f"{entry.digest[:12]}: {running} leases run, not counted so")
+            if entry.running and entry.state is not State.HOT:
+                raise IntegrityError(f"{entry.digest[:12]} runs while {entry.state.value}")
+            if (entry.placement is not None) != (entry.state in (State.COPYING, State.HOT)):
+                raise IntegrityError(f"{entry.digest[:12]} is {entry.state.value} but placed")
+            if (entry.loading is not None) != (entry.state is State.LOADING):
+                raise IntegrityError(f"{entry.digest[:12]} is {entry.state.value} but loads")
+            if entry.image is not None and entry.state not in (State.WARM, State.COPYING):
+                raise IntegrityError(f"{entry.digest[:12]} is {entry.state.value} and held")
+        placed = {e.digest for e in self._entries.values() if e.placement is not None}
+        if placed != set(self._placed):
+            raise IntegrityError("the list of placed adapters is wrong")
+        placements = [e.placement for e in self._placed.values() if e.placement is not None]
+        self._hot.check_integrity(placements)
+
+    # ---- one entry
+
+    def _entry(self, version: Version) -> Entry:
+        entry = self._entries.get(version.digest)
+        if entry is None:
+            entry = self._entries[version.digest] = Entry(version)
+            if self._warm.nbytes(version.digest):
+                entry.state = State.WARM
+        entry.version = version
+        return entry
+
+    def _finish_load(self, entry: Entry) -> None:
+        future = entry.loading
+        if future is None or not future.done():
+            return
+        entry.loading = None
+        self._num_loading -= 1
+        try:
+            entry.image = future.result()
+        except NoHostRoom:
+            entry.blocked_at = self._host_releases
+            self._set_state(entry, State.STORED)
+            self._give_way(entry)
+        except MloraError as error:
+            self._fail(entry, error.message)
+        except Exception as error:
+            _log.exception("adapter %s: load failed", entry.version.name)
+            self._fail(entry, f"loading failed: {type(error).__name__}: {error}")
+        else:
+            self.loads += 1
+            entry.loads += 1
+            entry.failures = 0
+            entry.load_s = max(self._now() - entry.started_at, 1e-4)
+            self._set_state(entry, State.WARM)
+            if entry.pin is not None:
+                self._warm.pin(entry.digest, True)
+            self._unhold(entry)
+
+    def _finish_copy(self, entry: Entry) -> None:
+        placement = entry.placement
+        if entry.state is not State.COPYING or placement is None or not placement.copy.done():
+            return
+        self._hot.enter(placement)
+        self._release_image(entry)
+        self._touch(entry)
+        self._set_state(entry, State.HOT)
+
+    def _finish_drains(self, entry: Entry) -> None:
+        while entry.drains and entry.state not in (State.LOADING, State.COPYING):
+            drain = entry.drains[0]
+            if any(lease.serial < drain.serial for lease in entry.leases):
+                return
+            pages = len(entry.placement.pages) if entry.placement is not None else 0
+            if entry.placement is not None:
+                self._cool(entry)
+            host = self._drop_image(entry) if drain.cold else 0
+            if drain.purge:
+                pages += self.purge(entry.digest)
+            entry.drains.pop(0)
+            standing = self._standing(entry)
+            if drain.cold and not entry.leases and not entry.calls and entry.pin is None:
+                del self._entries[entry.digest]
+            self._done.append(Done(drain.call_id, standing, None, pages, host))
+
+    def _answer_calls(self, entry: Entry) -> None:
+        """Reply to the load calls whose tier is reached, or can never be."""
+        if not entry.calls:
+            return
+        reason = entry.failure.reason if entry.failure is not None else None
+        warm = entry.state in (State.WARM, State.COPYING, State.HOT)
+        open_calls = []
+        for call in entry.calls:
+            if reason is not None or entry.state is State.HOT or (warm and not call.hot):
+                self._done.append(Done(call.call_id, self._standing(entry), reason))
+            else:
+                open_calls.append(call)
+        entry.calls = open_calls
+        if reason is not None:
+            entry.pin = None
+        self._unhold(entry)
+
+    def _advance(self, entry: Entry, order: int) -> None:
+        """Take the next step up the ladder, if there is room for it."""
+        if entry.state is State.STORED:
+            free = self._num_loading < self._num_loaders
+            if free and entry.blocked_at != self._host_releases:
+                self._num_loading += 1
+                entry.started_at = self._now()
+                entry.loading = self._loaders.submit(self._warm.load, entry.version)
+                self._set_state(entry, State.LOADING)
+        elif entry.state is State.WARM and entry.wants_hot():
+            self._start_copy(entry, order)
+
+    def _start_copy(self, entry: Entry, order: int) -> None:
+        if entry.image is None:
+            entry.image = self._warm.hold(entry.digest)
+        if entry.image is None:
+            self._set_state(entry, State.STORED)
+            return
+        plan = entry.image.plan
+        most = self._hot.page_limit - self._pinned_pages(entry)
+        if plan.num_pages > most:
+            self._fail(
+                entry,
+                f"the adapter needs {plan.num_pages} pages of the pool and can have {most} at most"
+                f" ({self._hot.page_limit} for adapters, the rest of them pinned)",
+            )
+        elif self._hot.make_room(plan, order, self):
+            entry.placement = self._hot.start(entry.image)
+            self._placed[entry.digest] = entry
+            self._set_state(entry, State.COPYING)
+
+    def _cool(self, entry: Entry) -> None:
+        """Hot to warm, or to stored where the host image has left meanwhile."""
+        if entry.placement is None:
+            return
+        self._hot.drop(entry.placement)
+        entry.placement = None
+        del self._placed[entry.digest]
+        self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)
+        if entry.demand() is not None:
+            self._pending.add(entry)
+
+    def _give_way(self, entry: Entry) -> None:
+        """Let go of the image of the newest waiting adapter, so that `entry` can load."""
+        mine = entry.demand()
+        held = [
+            (order, other)
+            for other in self._pending
+            if other.state is State.WARM
+            and other.image is not None
+            and (order := other.demand()) is not None
+        ]
+        if mine is not None and held:
+            order, newest = max(held, key=lambda pair: pair[0])
+            if order > mine:
+                self._release_image(newest)
+
+    def _fail(self, entry: Entry, reason: str) -> None:
+        first, longest = _RETRY_S
+        pause = min(first * 2.0**entry.failures, longest)
+        entry.failures += 1
+        self.failed_loads += 1
+        self._release_image(entry)
+        entry.failure = Failure(reason, self._now() + pause)
+        self._set_state(entry, State.FAILED)
+
+    def _reset(self, entry: Entry) -> None:
+        """A failed adapter may be tried again."""
+        entry.failure = None
+        warm = self._warm.nbytes(entry.digest)
+        self._set_state(entry, State.WARM if warm else State.STORED)
+
+    def _stop(self, entry: Entry, lease: Lease) -> None:
+        if not lease.running:
+            return
+        lease.running = False
+        entry.running -= 1
+        self._touch(entry)
+        self._pending.add(entry)
+
+    def _touch(self, entry: Entry) -> None:
+        now = self._now()
+        entry.uses = decayed(entry.uses, now - entry.used_at) + 1.0 if entry.used_at >= 0 else 1.0
+        entry.used_at = now
+        pages = len(entry.placement.pages) if entry.placement is not None else 1
+        entry.score = self._rule.score(entry.uses, self._reload_s(entry), pages)
+
+    def _reload_s(self, entry: Entry) -> float:
+        """Seconds to have it hot again: a copy, and a load where no warm image is left."""
+        if entry.placement is None:
+            return entry.load_s
+        plan = entry.placement.plan
+        copy_s = plan.num_pages * plan.page_bytes / _COPY_BYTES_PER_S
+        return copy_s if self._warm.nbytes(entry.digest) else copy_s + entry.load_s
+
+    def _unhold(self, entry: Entry) -> None:
+        """Let go of a warm image nobody wants on the device; it stays within the host budget."""
+        if entry.state is State.WARM and entry.image is not None and not entry.wants_hot():
+            self._release_image(entry)
+
+    def _release_image(self, entry: Entry) -> None:
+        if entry.image is not None:
+            entry.image = None
+            self._warm.release(entry.digest)
+            self._host_releases += 1
+
+    def _drop_image(self, entry: Entry) -> int:
+        self._release_image(entry)
+        freed = self._warm.drop(entry.digest)
+        self._host_releases += 1
+        if entry.state is State.WARM:
+            self._set_state(entry, State.STORED)
+        return freed
+
+    def _settled(self, entry: Entry) -> bool:
+        if entry.state in (State.LOADING, State.COPYING) or entry.drains or entry.calls:
+            return False
+        if entry.state is State.FAILED or entry.digest not in self._entries:
+            return True
+        if entry.state is State.HOT or (entry.state is State.WARM and not entry.wants_hot()):
+            return True
+        return entry.demand() is None
+
+    def _is_idle(self, entry: Entry, order: int) -> bool:
+        return (
+            entry.state is State.HOT
+            and entry.running == 0
+            and entry.pin != "hot"
+            and entry.waiting_order() > order
+        )
+
+    def _cheapest(self, order: int) -> Entry | None:
+        idle = [entry for entry in self._placed.values() if self._is_idle(entry, order)]
+        return min(idle, key=self._rank) if idle else None
+
+    def _rank(self, entry: Entry) -> tuple[int, float]:
+        wanted = _WANTED if entry.waiting_order() < NOBODY else 0
+        return entry.priority + wanted, entry.score
+
+    def _pinned_pages(self, but: Entry) -> int:
+        pinned = (e.placement for e in self._placed.values() if e.pin == "hot" and e is not but)
+        return sum(len(placement.pages) for placement in pinned if placement is not None)
+
+    def _standing(self, entry: Entry) -> Standing:
+        if entry.state is State.WARM and not self._warm.nbytes(entry.digest):
+            entry.state = State.STORED
+        return Standing(
+            digest=entry.digest,
+            state=entry.state,
+            pages=len(entry.placement.pages) if entry.placement is not None else 0,
+            host_bytes=self._warm.nbytes(entry.digest),
+            references=len(entry.leases),
+            pin=entry.pin,
+            loads=entry.loads,
+            hits=entry.hits,
+            idle_s=self._now() - entry.used_at if entry.used_at >= 0 else -1.0,
+            detail=entry.failure.reason if entry.failure is not None else "",
+        )
+
+    def _set_state(self, entry: Entry, state: State) -> None:
+        if state is not entry.state:
+            entry.state = state
+            self._events.append(self._standing(entry))

@@ -1,0 +1,119 @@
+"""One digest on the ladder, and the host tier it comes from."""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from multilora_cli.adapters.hot_tier import Image, Placement
+from multilora_cli.adapters.lease import Failure, Lease, Pin, State, Version
+
+LOAD_S = 0.015  # reading and converting 27 MB from page cache, until measured
+NOBODY = 1 << 62  # the arrival number of what nobody waits for
+
+
+class NoHostRoom(Exception):
+    """Every warm image is in use; the load is tried again when one is let go."""
+
+
+class WarmTier(Protocol):
+    """Images in host memory, within a byte budget; one that is held stays."""
+
+    def load(self, version: Version) -> Image:
+        """On a loader thread: read, check and convert; the image is held once. NoHostRoom."""
+        ...
+
+    def hold(self, digest: str) -> Image | None:
+        """The image, held once more; None: it is not there."""
+        ...
+
+    def release(self, digest: str) -> None:
+        """Give one hold back."""
+        ...
+
+    def pin(self, digest: str, pinned: bool) -> None:
+        """Keep the image although nobody holds it, or no longer."""
+        ...
+
+    def drop(self, digest: str) -> int:
+        """Forget an image nobody holds; bytes freed."""
+        ...
+
+    def nbytes(self, digest: str) -> int:
+        """Bytes of the image; 0: it is not there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """A load call that waits for its tier."""
+
+    call_id: int
+    hot: bool
+    order: int
+
+
+@dataclass(frozen=True)
+class Drain:
+    """An evict call: leases older than `serial` end first."""
+
+    call_id: int
+    serial: int
+    cold: bool
+    purge: bool
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One digest."""
+
+    version: Version
+    state: State = State.STORED
+    image: Image | None = None  # held by us while somebody wants to be hot
+    placement: Placement | None = None
+    loading: "Future[Image] | None" = None
+    failure: Failure | None = None
+    failures: int = 0
+    blocked_at: int = -1  # count of host releases when a load found no room
+    leases: set[Lease] = field(default_factory=set)
+    running: int = 0
+    pin: Pin | None = None
+    priority: int = 0
+    calls: list[Call] = field(default_factory=list)
+    drains: list[Drain] = field(default_factory=list)
+    loads: int = 0
+    hits: int = 0
+    load_s: float = LOAD_S
+    started_at: float = 0.0
+    uses: float = 0.0
+    used_at: float = -1.0
+    score: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """The identity of the version."""
+        return self.version.digest
+
+    def may_run(self, lease: Lease) -> bool:
+        """A lease taken after an evict call waits until the adapter was evicted."""
+        return all(lease.serial < drain.serial for drain in self.drains)
+
+    def waiting_order(self) -> int:
+        """Arrival number of the oldest lease that waits and may run; `NOBODY`: none."""
+        orders = (lease.order for lease in self.leases if not lease.running and self.may_run(lease))
+        return min(orders, default=NOBODY)
+
+    def wants_hot(self) -> bool:
+        """Whether a lease, a call or a pin asks for the device."""
+        return (
+            any(call.hot for call in self.calls)
+            or (self.pin == "hot" and not self.drains)
+            or self.waiting_order() < NOBODY
+        )
+
+    def demand(self) -> int | None:
+        """How early it is asked for, as an arrival number; None: not at all."""
+        order = min((call.order for call in self.calls), default=NOBODY)
+        order = min(order, self.waiting_order())
+        if order < NOBODY:
+            return order
+        return NOBODY - 1 if self.pin and not self.drains else None
