@@ -4,7 +4,7 @@ PEFT hands target_modules, exclude_modules and the keys of rank_pattern and alph
 which backtracks: a hostile pattern such as (a+)+$ never ends. Here a pattern is parsed by the
 standard library and then matched by walking *sets of positions*: every node maps the positions
 where it may start to those where it may end. That answers the same question, whole match or not, in
-bounded time: no set outgrows the path, and `_STEPS_MAX` ends what nests too cleverly. What cannot be
+bounded time: no set outgrows the path, `_STEPS_MAX` ends what nests too cleverly. What cannot be
 decided this way (back references, atomic groups, flags) is refused.
 """
 

@@ -9,18 +9,18 @@ empty, longer than 512 characters or not printable, more than 8 dimensions, and 
 """
 
 import errno
-import json
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from multilora_cli.adapters.strict_json import JsonError, parse_json, quoted
 from multilora_cli.errors import BadInput
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -167,6 +167,21 @@ def read_header(
     return header
 
 
+def read_json(path: Path, max_bytes: int = 16 * 2**20) -> Any:
+    """The content of a JSON file such as a shard index; duplicate keys are refused."""
+    with open_file(path) as file:
+        if file.identity.size > max_bytes:
+            raise SafetensorsError(
+                f"{path}: {file.identity.size:,} bytes, the limit is {max_bytes:,}",
+                reason="too_large",
+            )
+        raw = file.read(0, file.identity.size)
+    try:
+        return parse_json(raw)
+    except JsonError as error:
+        raise SafetensorsError(f"{path}: {error}", reason="json") from None
+
+
 def _read_header_bytes(file: OpenFile, limits: Limits) -> bytes:
     path, size = file.identity.path, file.identity.size
     if size < _LENGTH_BYTES:
@@ -219,20 +234,10 @@ class _Parser:
             self._fail("header does not start with {", "header_json")
         parse_int = _unsigned if _NEGATIVE.search(raw) else None
         try:
-            fields = json.loads(
-                raw.decode("utf-8"),
-                object_pairs_hook=_unique,
-                parse_constant=_no_constant,
-                parse_int=parse_int,
-            )
-        except UnicodeDecodeError as error:
-            self._fail(f"header is not UTF-8 at byte {error.start}", "header_json")
-        except _DuplicateKey as error:
-            self._fail(f"{quoted(error.key)} appears twice in the header", "duplicate", error.key)
-        except RecursionError:
-            self._fail("header is nested too deeply", "header_json")
-        except ValueError as error:
-            self._fail(f"header is not JSON: {error}", "header_json")
+            fields = parse_json(raw, parse_int=parse_int)
+        except JsonError as error:
+            reason = "duplicate" if error.key else "header_json"
+            self._fail(f"header: {error}", reason, error.key)
         return fields  # type: ignore[no-any-return]  # starts with {: an object or an error
 
     def _metadata(self, value: object) -> Mapping[str, str]:
@@ -328,33 +333,6 @@ class _Parser:
 
     def _fail(self, message: str, reason: str, tensor: str = "") -> NoReturn:
         raise SafetensorsError(f"{self._path}: {message}", reason=reason, tensor=tensor)
-
-
-def quoted(value: object) -> str:
-    """`value` for an error message: escaped, and cut to 120 characters."""
-    text = ascii(value) if isinstance(value, str) else ascii(str(value))[1:-1]
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-class _DuplicateKey(Exception):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKey(key)
-            seen.add(key)
-    return fields
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a JSON number")
 
 
 def _unsigned(text: str) -> int:
