@@ -1,4 +1,4 @@
-"""What a fleet may already ask for and this version cannot do yet: refused by name, never ignored."""
+"""What a fleet file may ask for and this version cannot do yet: refused by name."""
 
 from collections.abc import Iterator
 

@@ -100,17 +100,29 @@ HOSTILE: list[tuple[str, str | bytes, str]] = [
     ("a number", "42\n", ":1:1: found int"),
     ("base missing", "server: {port: 1}\n", "required key 'base' is missing"),
     ("model missing", "base: {name: x}\n", "required key 'model' is missing"),
-    ("base is a word", "base: llama\n", ":1:1: base: found \"llama\""),
+    ("base is a word", "base: llama\n", ':1:1: base: found "llama"'),
     ("base is null", "base:\n", "base: found null"),
-    ("unknown top key", B + "adaptors: []\n", ":2:1: adaptors: unknown key; did you mean 'adapters'"),
+    (
+        "unknown top key",
+        B + "adaptors: []\n",
+        ":2:1: adaptors: unknown key; did you mean 'adapters'",
+    ),
     ("unknown base key", "base: {model: x, quantisation: fp8}\n", "did you mean 'quantization'"),
-    ("unknown adapter key", B + "adapters: [{name: a, source: x, pinned: hot}]\n", "did you mean 'pin'"),
+    (
+        "unknown adapter key",
+        B + "adapters: [{name: a, source: x, pinned: hot}]\n",
+        "did you mean 'pin'",
+    ),
     ("unknown with no near key", B + "zzzzqq: 1\n", "zzzzqq: unknown key"),
     ("model empty", "base: {model: ''}\n", "base.model"),
     ("model a number", "base: {model: 8}\n", "base.model: found 8"),
     ("model with escape", 'base: {model: "a\\eb"}\n', "base.model"),
     ("model too long", "base: {model: " + "x" * 5000 + "}\n", "base.model"),
-    ("quantization unknown", "base: {model: x, quantization: int3}\n", "'auto', 'none', 'fp8' or 'awq'"),
+    (
+        "quantization unknown",
+        "base: {model: x, quantization: int3}\n",
+        "'auto', 'none', 'fp8' or 'awq'",
+    ),
     ("quantization no", "base: {model: x, quantization: no}\n", 'found "no"'),
     ("dtype bf16", "base: {model: x, dtype: bf16}\n", "base.dtype"),
     ("len zero", "base: {model: x, max_model_len: 0}\n", "base.max_model_len: found 0"),
@@ -121,7 +133,11 @@ HOSTILE: list[tuple[str, str | bytes, str]] = [
     ("len true", "base: {model: x, max_model_len: true}\n", "found true"),
     ("len quoted", "base: {model: x, max_model_len: '8192'}\n", 'found "8192"'),
     ("len negative", "base: {model: x, max_model_len: -1}\n", "found -1"),
-    ("len of 5,000 digits", "base: {model: x, max_model_len: " + "9" * 5000 + "}\n", "max_model_len"),
+    (
+        "len of 5,000 digits",
+        "base: {model: x, max_model_len: " + "9" * 5000 + "}\n",
+        "max_model_len",
+    ),
     ("date", "base: {model: x, max_model_len: 2024-01-01}\n", 'found "2024-01-01"'),
     ("fraction nan", B + "memory: {device_fraction: .nan}\n", 'found ".nan"'),
     ("fraction inf", B + "memory: {device_fraction: .inf}\n", 'found ".inf"'),
@@ -153,10 +169,18 @@ HOSTILE: list[tuple[str, str | bytes, str]] = [
     ("name null", B + "adapters: [{name: null, source: x}]\n", "adapters.0.name"),
     ("name number", B + "adapters: [{name: 7, source: x}]\n", "adapters.0.name: found 7"),
     ("name twice", B + "adapters: [{name: a, source: x}, {name: a, source: y}]\n", "'a' is taken"),
-    ("twins by case", B + "adapters: [{name: a, source: x}, {name: A, source: y}]\n", "only by case"),
+    (
+        "twins by case",
+        B + "adapters: [{name: a, source: x}, {name: A, source: y}]\n",
+        "only by case",
+    ),
     ("name of the base", B + "adapters: [{name: x, source: x}]\n", "the base's name"),
     ("pin unknown", B + "adapters: [{name: a, source: x, pin: cold}]\n", "adapters.0.pin"),
-    ("ttl without unit", B + "adapters: [{name: a, source: x, ttl: '1'}]\n", "'1' is not a duration"),
+    (
+        "ttl without unit",
+        B + "adapters: [{name: a, source: x, ttl: '1'}]\n",
+        "'1' is not a duration",
+    ),
     ("ttl zero", B + "adapters: [{name: a, source: x, ttl: 0s}]\n", "ttl"),
     ("digest short", B + "adapters: [{name: a, source: x, digest: sha256:ab}]\n", "digest"),
     ("folder and name", B + "adapters: [{name: a, folder: x}]\n", "adapters.0.name: unknown key"),
@@ -169,7 +193,7 @@ HOSTILE: list[tuple[str, str | bytes, str]] = [
     ("scalar over 64 KiB", "base: {model: " + "x" * 70000 + "}\n", "64 KiB"),
     ("key of 1 MB", "k" * 1_000_000 + ": 1\n", ""),
     ("over 8 MiB", "# " + "x" * (8 * 2**20) + "\n", "larger than 8 MiB"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), HOSTILE, ids=[row[0] for row in HOSTILE])
