@@ -47,7 +47,7 @@ class Attention:
         shape, layer = self.shape, self.qkv.layer
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
         packed = self.qkv(x, ctx).view(-1, heads + 2 * kv_heads, shape.head_dim)
-        q, k, v = packed.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = packed[:, :heads], packed[:, heads:-kv_heads], packed[:, -kv_heads:]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *tables), rotate(k, *tables)

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from multilora_cli.errors import ModelError, Unreachable
 from multilora_cli.models.checkpoint import INDEX_NAME, SINGLE_NAME, read_index
@@ -152,9 +152,9 @@ def _progress_bar(progress: Report | None) -> type[tqdm]:
     """A silent bar class that passes byte counts on; counts of files are left out."""
     state = _Bytes(progress)
 
-    class Bar(tqdm):  # type: ignore[misc]
+    class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
             self._in_bytes = kwargs.get("unit") == "B"
             self._done = int(kwargs.get("initial") or 0)
 
