@@ -1,0 +1,57 @@
+"""The adapters a fleet names, folder globs resolved, each with where it comes from."""
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+from multilora_cli.errors import FleetError
+from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.schema import MAX_ADAPTERS, Adapter, AdapterFolder, is_adapter_name
+
+CONFIG = "adapter_config.json"
+
+
+def expand_adapters(loaded: LoadedFleet) -> list[Adapter]:
+    """Every adapter by name, in the order of the file. Raises FleetError on a name taken twice."""
+    adapters: dict[str, Adapter] = {}
+    served = loaded.fleet.base.served_name.lower()
+    for adapter in _all(loaded):
+        key = adapter.name.lower()
+        twin = adapters.get(key)
+        if twin is not None:
+            raise FleetError(
+                f"{loaded.path}: adapter {adapter.name!r} from {adapter.source} and"
+                f" {twin.name!r} from {twin.source} have the same name",
+                hint="give one of them a name of its own under `adapters:`",
+            )
+        if key == served:
+            raise FleetError(f"{loaded.path}: adapter {adapter.name!r} has the base's name")
+        adapters[key] = adapter
+    if len(adapters) > MAX_ADAPTERS:
+        raise FleetError(f"{loaded.path}: {len(adapters)} adapters, at most {MAX_ADAPTERS}")
+    return list(adapters.values())
+
+
+def _all(loaded: LoadedFleet) -> Iterator[Adapter]:
+    for index, entry in enumerate(loaded.fleet.adapters):
+        if isinstance(entry, Adapter):
+            yield entry
+        elif isinstance(entry, AdapterFolder):
+            yield from _folders(loaded, index, entry)
+
+
+def _folders(loaded: LoadedFleet, index: int, entry: AdapterFolder) -> Iterator[Adapter]:
+    pattern = str(loaded.folder / Path(entry.folder).expanduser())
+    found = sorted(
+        path for match in glob.glob(pattern) if (path := Path(match)) and (path / CONFIG).is_file()
+    )
+    where = f"{loaded.path}: adapters.{index}.folder"
+    if not found:
+        raise FleetError(f"{where}: no folder at {pattern} holds an {CONFIG}")
+    for path in found:
+        if not is_adapter_name(path.name):
+            raise FleetError(
+                f"{where}: {path.name!r} cannot name an adapter",
+                hint="rename the folder, or list it with a name and a source",
+            )
+        yield Adapter(name=path.name, source=str(path))
