@@ -1,0 +1,222 @@
+"""Builds an adapter's image: its weights in kernel layout and compute dtype, scaling folded in.
+
+y += s * B (A x) becomes y += B' (A x) with B' = s * B, multiplied in float32 and rounded once.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from multilora_cli.adapters.coverage import ModuleWeights
+from multilora_cli.adapters.digest import changed
+from multilora_cli.adapters.peft import AdapterFile
+from multilora_cli.adapters.safetensors_header import (
+    OpenFile,
+    SafetensorsError,
+    TensorEntry,
+    open_file,
+)
+from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.errors import AdapterError
+from multilora_kernels.layout import Block, ImagePlan
+
+_FILE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# Unsigned integer of the same width, and the exponent bits that are all set in NaN and infinity.
+_EXPONENTS = {
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float16: (np.uint16, 0x7C00),
+    torch.float32: (np.uint32, 0x7F800000),
+}
+_Matrix = tuple[int, str, str]  # layer, module, "a" or "b"
+
+
+def build_image(
+    adapter: AdapterFile,
+    plan: ImagePlan,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    *,
+    check_values: bool = True,
+) -> tuple[str, ...]:
+    """Read, convert and place every weight of `adapter`; gives notes for people.
+
+    Args:
+        adapter: as read; refused when its files changed since.
+        plan: from plan_image(adapter.ranks, ...) with this dtype's item size.
+        dtype: compute dtype: bfloat16, float16 or float32.
+        out: uint8 [plan.num_pages, plan.page_bytes], contiguous, on the CPU; wholly overwritten.
+        check_values: refuse NaN, infinity and overflow of `dtype`.
+
+    Raises AdapterError naming tensor and count.
+    """
+    if out.shape != (plan.num_pages, plan.page_bytes) or out.dtype != torch.uint8:
+        raise ValueError(f"out is {out.dtype} {list(out.shape)}, the plan needs other pages")
+    if dtype.itemsize != plan.itemsize or plan.ranks != adapter.ranks:
+        raise ValueError("the plan was made for another adapter or dtype")
+    _zero_gaps(plan, out)
+    blocks = _blocks_by_matrix(plan)
+    all_zero = True
+    with _Reader(adapter) as reader:
+        for layer, module, weights in _in_file_order(adapter):
+            lora_a = reader.read(weights.lora_a).to(dtype)
+            _place_a(blocks[layer, module, "a"], lora_a, weights.rank, out)
+            lora_b = reader.read(weights.lora_b)
+            all_zero = all_zero and not lora_b.any()
+            scaled = _scaled(lora_b, weights.scaling, dtype)
+            _place_b(blocks[layer, module, "b"], scaled, weights.rank, out)
+        if check_values and not _all_finite(out, dtype):
+            raise _not_finite(adapter, reader, dtype)
+    return ("every lora_B is zero: answers equal the base's",) if all_zero else ()
+
+
+class _Reader:
+    """Reads tensors of an adapter by pread into one scratch buffer."""
+
+    def __init__(self, adapter: AdapterFile) -> None:
+        self._adapter = adapter
+        self._files: dict[Path, OpenFile] = {}
+        self._stack = ExitStack()
+        largest = max(max(w.lora_a.nbytes, w.lora_b.nbytes) for w in adapter.weights.values())
+        self._scratch = torch.empty(largest, dtype=torch.uint8)
+        self._view = memoryview(self._scratch.numpy())
+
+    def __enter__(self) -> "_Reader":
+        with self._stack:
+            for identity in self._adapter.files[1:]:
+                try:
+                    file = self._stack.enter_context(open_file(identity.path))
+                except SafetensorsError as error:
+                    raise AdapterError(error.message, reason=error.reason) from None
+                if file.identity.key != identity.key:
+                    raise changed(identity)
+                self._files[identity.path] = file
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stack:
+            if kind is None:
+                self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raises AdapterError when what was read may mix two versions."""
+        for identity, file in zip(self._adapter.files[1:], self._files.values(), strict=True):
+            try:
+                file.check_unchanged()
+            except SafetensorsError:
+                raise changed(identity) from None
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor in its own dtype and shape; valid until the next read."""
+        try:
+            self._files[entry.file].read_into(entry.offset, self._view[: entry.nbytes])
+        except SafetensorsError as error:
+            raise AdapterError(error.message, reason=error.reason, field=entry.name) from None
+        raw = self._scratch[: entry.nbytes].view(_FILE_DTYPES[entry.dtype]).view(entry.shape)
+        return raw.float() if entry.dtype == "F64" else raw
+
+
+def _in_file_order(adapter: AdapterFile) -> Iterator[tuple[int, str, ModuleWeights]]:
+    """Sequential reads: a cold disk then reads ahead."""
+    order = sorted(
+        adapter.weights.items(), key=lambda item: (item[1].lora_a.file, item[1].lora_a.offset)
+    )
+    for (layer, module), weights in order:
+        yield layer, module, weights
+
+
+def _blocks_by_matrix(plan: ImagePlan) -> Mapping[_Matrix, list[Block]]:
+    blocks: dict[_Matrix, list[Block]] = {}
+    for block in plan.blocks:
+        blocks.setdefault((block.layer, block.module, block.matrix), []).append(block)
+    return blocks
+
+
+def _scaled(lora_b: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
+    if scaling == 1.0:
+        return lora_b.to(dtype)
+    return torch.mul(lora_b.float(), scaling).to(dtype)
+
+
+def _place_a(blocks: list[Block], lora_a: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+    """Blocks [rank_width][length] from lora_a [rank, d_in]."""
+    for block in blocks:
+        view = _block_view(block, lora_a.dtype, out).view(block.rank_width, block.length)
+        real = min(block.rank_width, rank - block.rank_start)
+        rows = lora_a[block.rank_start : block.rank_start + real]
+        view[:real] = rows[:, block.start : block.start + block.length]
+        if real < block.rank_width:
+            view[real:] = 0
+
+
+def _place_b(blocks: list[Block], lora_b: torch.Tensor, rank: int, out: torch.Tensor) -> None:
+    """Blocks [length][rank_width] from lora_b [d_out, rank]."""
+    for block in blocks:
+        view = _block_view(block, lora_b.dtype, out).view(block.length, block.rank_width)
+        real = min(block.rank_width, rank - block.rank_start)
+        rows = lora_b[block.start : block.start + block.length]
+        view[:, :real] = rows[:, block.rank_start : block.rank_start + real]
+        if real < block.rank_width:
+            view[:, real:] = 0
+
+
+def _block_view(block: Block, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
+    nbytes = block.rank_width * block.length * dtype.itemsize
+    return out[block.page, block.offset : block.offset + nbytes].view(dtype)
+
+
+def _zero_gaps(plan: ImagePlan, out: torch.Tensor) -> None:
+    """Bytes that belong to no block hold zeros, never what lay there before."""
+    ends = [0] * plan.num_pages
+    for block in sorted(plan.blocks, key=lambda b: (b.page, b.offset)):
+        if block.offset > ends[block.page]:
+            out[block.page, ends[block.page] : block.offset] = 0
+        ends[block.page] = block.offset + block.rank_width * block.length * plan.itemsize
+    for page, end in enumerate(ends):
+        out[page, end:] = 0
+
+
+def _all_finite(out: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether no exponent in the image is all ones, page by page to stay in the cache."""
+    kind, mask = _EXPONENTS[dtype]
+    bits = np.array(mask, kind)
+    exponents = np.empty(out.shape[1] // dtype.itemsize, kind)
+    for page in out.numpy():
+        np.bitwise_and(page.view(kind), bits, out=exponents)
+        if exponents.max() == bits:
+            return False
+    return True
+
+
+def _not_finite(adapter: AdapterFile, reader: _Reader, dtype: torch.dtype) -> AdapterError:
+    """Names the first tensor that holds NaN or infinity, or that `dtype` cannot hold."""
+    for _, _, weights in _in_file_order(adapter):
+        for entry, scaling in ((weights.lora_a, 1.0), (weights.lora_b, weights.scaling)):
+            values = reader.read(entry)
+            nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+            where = f"{entry.file}: tensor {quoted(entry.name)}: "
+            if nan or inf:
+                return AdapterError(
+                    f"{where}{nan} NaN and {inf} infinite of {values.numel():,} values",
+                    reason="not_finite",
+                    field=entry.name,
+                )
+            over = int((~_scaled(values, scaling, dtype).isfinite()).sum())
+            if over:
+                largest = float(values.abs().max()) * scaling
+                return AdapterError(
+                    f"{where}{over} of {values.numel():,} values overflow {dtype} with scaling"
+                    f" {scaling:g}; the largest is {largest:.3g}, {dtype} holds"
+                    f" {torch.finfo(dtype).max:.3g}",
+                    reason="overflow",
+                    field=entry.name,
+                )
+    return AdapterError(f"{adapter.folder}: changed while it was read", reason="changed")
