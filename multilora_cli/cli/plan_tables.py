@@ -1,0 +1,170 @@
+"""How a plan looks to a person."""
+
+from collections.abc import Sequence
+
+from multilora_cli.cli.console import Console
+from multilora_cli.sizing.report import FleetPlan
+from multilora_cli.sizing.trace import TraceForecast
+from multilora_cli.units import format_duration, format_size
+
+MAX_ROWS = 20  # adapters shown; the rest are summed up, and --json has them all
+_BAR = 48
+
+
+def show_plan(console: Console, plan: FleetPlan) -> None:
+    """Everything about one plan: where memory goes, what fits, what a step costs at least."""
+    show_budget(console, plan)
+    show_adapters(console, plan)
+    show_ranks(console, plan)
+    show_bounds(console, plan)
+    for warning in plan.warnings:
+        console.line(f"note: {warning}")
+    for problem in plan.problems:
+        console.line(f"does not fit: {problem}")
+
+
+def show_budget(console: Console, plan: FleetPlan) -> None:
+    """Device memory by part, as a bar and a table."""
+    parts = {**plan.memory.parts(), "unused": _unused(plan)}
+    console.line(
+        f"{plan.model} ({plan.storage}) on {plan.gpu}: {format_size(plan.available_bytes)} to use"
+    )
+    if console.interactive:
+        console.line("[" + _bar(parts, plan.available_bytes) + "]")
+    rows = [(name, format_size(size), _share(size, plan)) for name, size in parts.items()]
+    base = plan.base
+    rows[1:1] = [
+        ("  linears", format_size(base.linears), _share(base.linears, plan)),
+        ("  embedding and head", format_size(base.embedding + base.head),
+         _share(base.embedding + base.head, plan)),
+    ]  # fmt: skip
+    console.table(("memory", "size", "share"), rows)
+    pages = plan.memory.num_pages
+    console.line(
+        f"pool: {pages} pages of {format_size(plan.memory.page_bytes)} (KV of 16 tokens each);"
+        f" adapters may take {plan.adapter_pages}"
+    )
+
+
+def show_adapters(console: Console, plan: FleetPlan) -> None:
+    """Adapters by cost, and what they leave for KV."""
+    if not plan.adapters:
+        return
+    rows: list[tuple[object, ...]] = [
+        (
+            adapter.name,
+            adapter.rank,
+            " ".join(name.removesuffix("_proj") for name in adapter.modules),
+            format_size(adapter.cost.weight_bytes),
+            adapter.cost.num_pages,
+            f"{adapter.cost.waste:.1%}",
+        )
+        for adapter in plan.adapters[:MAX_ROWS]
+    ]
+    rest = plan.adapters[MAX_ROWS:]
+    if rest:
+        total = sum(adapter.cost.weight_bytes for adapter in rest)
+        pages = sum(adapter.cost.num_pages for adapter in rest)
+        rows.append((f"and {len(rest)} more", "", "", format_size(total), pages, ""))
+    console.table(("adapter", "rank", "modules", "size", "pages", "waste"), rows)
+    console.line(
+        f"{plan.hot_together} of {len(plan.adapters)} adapters fit on the device at once; then"
+        f" {plan.kv_tokens} tokens of KV are left, {plan.sequences} sequences of full length;"
+        f" all adapters warm take {format_size(plan.warm_bytes)} of host memory"
+    )
+
+
+def show_ranks(console: Console, plan: FleetPlan) -> None:
+    """What adapters of each rank would cost."""
+    rows = [
+        (
+            row.rank,
+            row.targets,
+            format_size(row.cost.weight_bytes),
+            row.cost.num_pages,
+            row.fit_hot,
+            row.fit_warm,
+            "-" if row.load_ms is None else format_duration(row.load_ms / 1000),
+        )
+        for row in plan.per_rank
+    ]
+    columns = ("rank", "targets", "size", "pages", "fit hot", "fit warm", "load")
+    console.table(columns, rows, title="Adapters of one rank")
+
+
+def show_bounds(console: Console, plan: FleetPlan) -> None:
+    """The least time of a decode step."""
+    if not plan.bounds or plan.prefill_ms is None:
+        return
+    rows = [
+        (
+            row.batch,
+            f"{row.base_ms:.2f} ms",
+            f"{row.adapters_ms:.2f} ms",
+            f"{row.tokens_s:,.0f}",
+        )
+        for row in plan.bounds
+    ]
+    columns = ("batch", "base", "with distinct adapters", "tokens/s")
+    console.table(columns, rows, title="Least time of a decode step at 1,024 tokens of context")
+    console.line(f"prefill of 1,024 tokens: {plan.prefill_ms:.1f} ms at least")
+    if plan.break_even:
+        console.line(
+            f"from {plan.break_even} distinct adapters in one step on, the adapters' bytes exceed"
+            " the base's"
+        )
+
+
+def show_grid(
+    console: Console, keys: Sequence[str], rows: Sequence[tuple[Sequence[str], FleetPlan | str]]
+) -> None:
+    """Several plans side by side; a string in place of a plan says why there is none."""
+    columns = (*keys, "fits", "weights", "pool pages", "adapters hot", "KV tokens", "64 rows")
+    cells = [(*values, *_grid_cells(plan)) for values, plan in rows]
+    console.table(columns, cells)
+
+
+def show_forecast(console: Console, forecast: TraceForecast) -> None:
+    """What a trace would do to the plan."""
+    console.panel(
+        "Trace",
+        {
+            "requests": f"{forecast.requests} over {format_duration(forecast.seconds)},"
+            f" {forecast.adapters} adapters",
+            "distinct per window": f"{forecast.distinct_mean:.1f} on average,"
+            f" {forecast.distinct_max} at most",
+            "hits": f"device {forecast.hot_ratio:.1%}, host {forecast.warm_ratio:.1%},"
+            f" source {forecast.cold_ratio:.1%}",
+            "reloads": f"{forecast.reloads} ({forecast.reloads_per_s:.3g} a second)",
+        },
+    )
+    for line in forecast.advice:
+        console.line(f"advice: {line}")
+
+
+def _grid_cells(plan: FleetPlan | str) -> tuple[str, ...]:
+    if isinstance(plan, str):
+        return (f"no: {plan.splitlines()[0]}", "-", "-", "-", "-", "-")
+    step = next((f"{row.adapters_ms:.2f} ms" for row in plan.bounds if row.batch == 64), "-")
+    return (
+        "yes" if plan.fits else "no",
+        format_size(plan.memory.weights),
+        str(plan.memory.num_pages),
+        f"{plan.hot_together}/{len(plan.adapters)}",
+        str(plan.kv_tokens),
+        step,
+    )
+
+
+def _unused(plan: FleetPlan) -> int:
+    return plan.available_bytes - sum(plan.memory.parts().values())
+
+
+def _share(size: int, plan: FleetPlan) -> str:
+    return f"{size / plan.available_bytes:.1%}"
+
+
+def _bar(parts: dict[str, int], total: int) -> str:
+    letters = {"weights": "W", "pool": "P", "workspace": "s", "tables": "t", "unused": "."}
+    bar = "".join(letters[name] * round(_BAR * size / total) for name, size in parts.items())
+    return bar[:_BAR].ljust(_BAR, ".")
