@@ -18,9 +18,12 @@ A sequence's rows do not depend on what else is in the batch, bit for bit.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import triton
 
-TOKENS_PER_PAGE = 16
+from multilora_kernels.kv_pages import kv_pages
+from multilora_kernels.layout import TOKENS_PER_PAGE
+from multilora_kernels.paged_decode import decode_ref, paged_decode
+from multilora_kernels.paged_prefill import paged_prefill, prefill_ref
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,6 @@ class AttentionBatch:
     def num_sequences(self) -> int:
         """Rows of the page table."""
         return self.page_table.shape[0]
-
-
-def kv_pages(
-    pool: torch.Tensor, dtype: torch.dtype, num_kv_heads: int, head_dim: int
-) -> torch.Tensor:
-    """The pool as KV pages: a view [num_pages, num_layers, 2, num_kv_heads, 16, head_dim]."""
-    page = pool.view(dtype)
-    return page.view(page.shape[0], -1, 2, num_kv_heads, TOKENS_PER_PAGE, head_dim)
 
 
 def _check(
@@ -80,7 +75,15 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of every token row over its own sequence; returns out [T, Hq, D]."""
     _check(q, pool, layer, num_kv_heads, batch)
-    return paged_attention_ref(q, pool, layer, num_kv_heads, batch, scale, sliding_window)
+    arguments = (q, pool, layer, num_kv_heads, batch, scale, sliding_window)
+    if q.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return paged_attention_ref(*arguments)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if batch.num_decodes > 0:
+        paged_decode(*arguments, out)
+    if batch.num_decodes < batch.num_sequences:
+        paged_prefill(*arguments, out)
+    return out
 
 
 def paged_attention_ref(
@@ -105,63 +108,11 @@ def paged_attention_ref(
             same_length.setdefault(lens[row], []).append(row)
         elif query_len > 0 and lens[row] > 0:
             rows = slice(starts[row], starts[row + 1])
-            out[rows] = _prefill_ref(
+            out[rows] = prefill_ref(
                 q[rows], pages, batch.page_table[row], lens[row], scale, sliding_window
             )
     for seq_len, members in same_length.items():
         tokens = torch.tensor([starts[row] for row in members], device=q.device)
         table = batch.page_table[torch.tensor(members, device=q.device)]
-        out[tokens] = _decode_ref(q[tokens], pages, table, seq_len, scale, sliding_window)
+        out[tokens] = decode_ref(q[tokens], pages, table, seq_len, scale, sliding_window)
     return out
-
-
-def _gather(
-    pages: torch.Tensor, table: torch.Tensor, first: int, seq_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tokens [first, seq_len): each [B, Hkv, seq_len - first, D]; table [B, pages]."""
-    skipped = first // TOKENS_PER_PAGE
-    used = table[:, skipped : -(-seq_len // TOKENS_PER_PAGE)].long()
-    tokens = pages[used].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [2, B, Hkv, tokens, D]
-    kept = tokens[..., first - skipped * TOKENS_PER_PAGE : seq_len - skipped * TOKENS_PER_PAGE, :]
-    return kept[0], kept[1]
-
-
-def _decode_ref(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    table: torch.Tensor,
-    seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """One query token each for B sequences of one length: q [B, Hq, D] -> [B, Hq, D]."""
-    first = 0 if sliding_window is None else max(0, seq_len - sliding_window)
-    keys, values = _gather(pages, table, first, seq_len)
-    # The query heads of one KV head see the same keys, so they can stand where query tokens do.
-    grouped = q.unflatten(1, (keys.shape[1], -1))
-    out = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
-    return out.flatten(1, 2)
-
-
-def _prefill_ref(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    table: torch.Tensor,
-    seq_len: int,
-    scale: float,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """The last q.shape[0] tokens of one sequence: q [Tq, Hq, D] -> [Tq, Hq, D]."""
-    query_len = q.shape[0]
-    before = seq_len - query_len
-    first = 0 if sliding_window is None else max(0, before - sliding_window + 1)
-    keys, values = _gather(pages, table[None], first, seq_len)
-    position = torch.arange(before, seq_len, device=q.device)[:, None]
-    key_position = torch.arange(first, seq_len, device=q.device)[None, :]
-    seen = key_position <= position
-    if sliding_window is not None:
-        seen &= key_position > position - sliding_window
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys, values, attn_mask=seen, scale=scale, enable_gqa=True
-    )
-    return out[0].transpose(0, 1)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-TOKENS_PER_PAGE = 16
+from multilora_kernels.layout import TOKENS_PER_PAGE
 
 
 @triton.jit

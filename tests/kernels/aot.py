@@ -31,18 +31,20 @@ def compile_for(
 
     `signature` names the type of every run-time argument ("*bf16", "i32", "i64", "fp32"), in any
     order; `constexprs` the value of every other. Pointers are taken to be 16-byte aligned, as
-    torch's allocations are, so that loads are as wide as on a device.
+    torch's allocations are, and integers written "i32:16" to be multiples of 16, as a launch
+    finds out for itself: without that, loads are narrower than on a device.
     """
     names = list(kernel.arg_names)
     missing = [name for name in names if name not in signature and name not in constexprs]
     unknown = [name for name in (*signature, *constexprs) if name not in names]
     assert not missing and not unknown, f"missing {missing}, unknown {unknown}"
-    types = {name: "constexpr" if name in constexprs else signature[name] for name in names}
+    spelled = {name: "constexpr" if name in constexprs else signature[name] for name in names}
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if types[name].startswith("*")
+        if spelled[name].startswith("*") or spelled[name].endswith(":16")
     }
+    types = {name: text.removesuffix(":16") for name, text in spelled.items()}
     values = {(names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(kernel, types, values, attrs)
     compiled = triton.compile(

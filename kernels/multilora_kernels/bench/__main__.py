@@ -8,6 +8,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import platform
 import shlex
 import subprocess
@@ -21,7 +22,7 @@ import torch
 import triton
 
 from multilora_kernels import launch
-from multilora_kernels.bench.timing import Built, Case, Run, record_of, time_us
+from multilora_kernels.bench.timing import Built, Case, record_of, time_us
 
 MODULES = ("attention", "lora", "gemm", "elementwise")
 TUNED = Path(launch.__file__).parent / "tuned"
@@ -84,23 +85,30 @@ def _environment(commit: str | None, chip: launch.Chip) -> dict[str, Any]:
     }
 
 
-def _tune(case: Case, built: Built) -> tuple[Run, dict[str, Any]] | None:
-    """The fastest of the case's launch choices as a function and as data."""
-    if built.with_choice is None or not case.choices:
-        return None
-    timed = []
+def _time_choices(case: Case, built: Built) -> dict[str, float]:
+    """Microseconds of every launch choice (as JSON) that compiles and fits this chip."""
+    timed: dict[str, float] = {}
+    if built.with_choice is None:
+        return timed
     for choice in case.choices:
-        run = built.with_choice(choice)
         try:
-            figures = time_us(run, built.num_sets, samples=3, sample_us=500.0)
+            figures = time_us(built.with_choice(choice), built.num_sets, 3, sample_us=500.0)
         except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
             continue  # too large for this chip: not a candidate
-        timed.append((sorted(figures)[1], len(timed), dict(choice), run))
-    if not timed:
+        timed[json.dumps(choice)] = sorted(figures)[1]
+    for us, choice_text in sorted((us, text) for text, us in timed.items())[:3]:
+        _say(f"{case.op:24} {case.label:44} {us:10.2f} us {choice_text}")
+    return timed
+
+
+def best_choice(timed: list[dict[str, float]]) -> dict[str, Any] | None:
+    """The choice with the least geometric mean over the cases that share a key."""
+    shared = set.intersection(*(set(case) for case in timed))
+    if not shared:
         return None
-    best = min(timed)
-    _say(f"{case.op:24} {case.label:44} tuned: {best[0]:9.2f} us {best[2]}")
-    return best[3], best[2]
+    best = min(sorted(shared), key=lambda choice: sum(math.log(case[choice]) for case in timed))
+    choice: dict[str, Any] = json.loads(best)
+    return choice
 
 
 def merge_tuned(folder: Path, chip: launch.Chip, found: dict[str, dict[str, Any]]) -> None:
@@ -137,14 +145,15 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     chip = launch.chip_of(torch.cuda.current_device())
     environment = _environment(arguments.commit, chip)
-    found: dict[str, dict[str, Any]] = {}
+    timed: dict[tuple[str, str], list[dict[str, float]]] = {}
     for case in _cases(arguments):
         built = case.build(device)
         if arguments.tune:
-            tuned = _tune(case, built)
-            if tuned is not None:
-                found.setdefault(case.op, {})[case.tune_key] = tuned[1]
-                merge_tuned(arguments.tuned, chip, found)
+            key = (case.op, case.tune_key)
+            timed.setdefault(key, []).append(_time_choices(case, built))
+            best = best_choice(timed[key])
+            if best is not None:
+                merge_tuned(arguments.tuned, chip, {case.op: {case.tune_key: best}})
         else:
             for record in _time_case(case, built, arguments):
                 if arguments.output is not None:

@@ -1,0 +1,219 @@
+"""Cases for decode and prefill attention and for store_kv, at Llama-3-8B's shapes.
+
+Contexts lie on randomly placed pages that hold many layers, as in serving; the layers are the
+input sets. Baselines run on contiguous keys and values, which no paged cache has: they are bounds.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
+from multilora_kernels.kv_pages import kv_pages
+from multilora_kernels.paged_attention import AttentionBatch, paged_attention
+from multilora_kernels.paged_decode import decode_key, paged_decode
+from multilora_kernels.paged_prefill import paged_prefill, prefill_key
+from multilora_kernels.store_kv import store_kv
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SCALE = HEAD_DIM**-0.5
+PAGE_TOKENS = 16
+KV_TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # bf16 keys and values of one token and layer
+Q_TOKEN_BYTES = HEADS * HEAD_DIM * 2
+POOL_BYTES = 24 * 2**30  # the largest pool a case may build
+
+DECODE = [(1, 1024), (1, 4096), (16, 1024), (16, 4096), (64, 1024), (64, 4096), (256, 1024)]
+DECODE += [(256, 4096)]
+# (sequences, query tokens each, context each)
+PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (4, 512, 4096)]
+
+DECODE_CHOICES = [
+    {
+        "BLOCK_N": block_n,
+        "MIN_SPLIT": min_split,
+        "MAX_SPLITS": max_splits,
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+    }
+    for (block_n, num_warps, num_stages), min_split, max_splits in product(
+        [(32, 2, 4), (32, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 8, 3)],
+        [128, 256, 512],
+        [32],
+    )
+]
+PREFILL_CHOICES = [
+    dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), choice, strict=True))
+    for choice in [
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 64, 8, 4),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (128, 32, 8, 4),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (64, 128, 4, 3),
+        (128, 64, 4, 3),
+    ]
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One batch over a pool whose every layer is an input set."""
+
+    q: torch.Tensor  # [T, Hq, D]
+    pool: torch.Tensor
+    batch: AttentionBatch
+    num_layers: int
+
+
+def _inputs(sequences: int, query_len: int, context: int, device: torch.device) -> Inputs:
+    torch.manual_seed(0)
+    pages_each = -(-context // PAGE_TOKENS)
+    num_pages = sequences * pages_each
+    layer_bytes = num_pages * PAGE_TOKENS * KV_TOKEN_BYTES
+    # 32 layers, as the model has, unless the pool would not fit.
+    num_layers = max(2, min(32, POOL_BYTES // layer_bytes))
+    page_elements = num_layers * PAGE_TOKENS * KV_TOKEN_BYTES // 2
+    pool = torch.empty(num_pages, page_elements, dtype=torch.bfloat16, device=device).normal_()
+    table = torch.randperm(num_pages, device=device).to(torch.int32).view(sequences, pages_each)
+    starts = torch.arange(sequences + 1, device=device, dtype=torch.int32) * query_len
+    batch = AttentionBatch(
+        starts,
+        torch.full((sequences,), context, dtype=torch.int32, device=device),
+        table,
+        sequences if query_len == 1 else 0,
+        query_len,
+        context,
+    )
+    q = torch.randn(sequences * query_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    return Inputs(q, pool.view(torch.uint8), batch, num_layers)
+
+
+def _contiguous(sequences: int, context: int, sets: int, device: torch.device) -> torch.Tensor:
+    shape = (sets, 2, sequences, KV_HEADS, context, HEAD_DIM)
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+
+
+def _ours(inputs: Inputs) -> Run:
+    def run(index: int) -> object:
+        layer = index % inputs.num_layers
+        return paged_attention(inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE)
+
+    return run
+
+
+def _with_choice(inputs: Inputs, op: Callable[..., None]) -> Callable[[Mapping[str, Any]], Run]:
+    out = torch.empty_like(inputs.q)
+
+    def bind(choice: Mapping[str, Any]) -> Run:
+        def run(index: int) -> object:
+            layer = index % inputs.num_layers
+            arguments = (inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE, None, out)
+            return op(*arguments, dict(choice))
+
+        return run
+
+    return bind
+
+
+def _sdpa(inputs: Inputs, kv: torch.Tensor, backend: SDPBackend | None) -> Run:
+    sequences = inputs.batch.num_sequences
+    q = inputs.q.view(sequences, -1, HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+    causal = q.shape[2] > 1
+
+    def run(index: int) -> object:
+        keys, values = kv[index % kv.shape[0]]
+        if backend is None:
+            return F.scaled_dot_product_attention(
+                q, keys, values, is_causal=causal, scale=SCALE, enable_gqa=True
+            )
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(
+                q, keys, values, is_causal=causal, scale=SCALE, enable_gqa=True
+            )
+
+    return run
+
+
+def _decode_case(sequences: int, context: int) -> Case:
+    work = sequences * (context * KV_TOKEN_BYTES + 2 * Q_TOKEN_BYTES)
+
+    def build(device: torch.device) -> Built:
+        inputs = _inputs(sequences, 1, context, device)
+        sets = min(sets_needed(work), 64)
+        kv = _contiguous(sequences, context, min(sets, 32), device)
+        variants = {"ours": _ours(inputs), "sdpa contiguous": _sdpa(inputs, kv, None)}
+        return Built(sets, variants, _with_choice(inputs, paged_decode))
+
+    return Case(
+        "paged_decode",
+        {"B": sequences, "S": context, "Hq": HEADS, "Hkv": KV_HEADS, "D": HEAD_DIM},
+        work,
+        build,
+        flops=4.0 * sequences * context * HEADS * HEAD_DIM,
+        tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, 2),
+        choices=DECODE_CHOICES,
+    )
+
+
+def _prefill_case(sequences: int, query_len: int, context: int) -> Case:
+    def build(device: torch.device) -> Built:
+        inputs = _inputs(sequences, query_len, context, device)
+        variants = {"ours": _ours(inputs)}
+        if query_len == context:  # SDPA's causal mask is aligned to the first key
+            kv = _contiguous(sequences, context, 2, device)
+            variants["sdpa cudnn contiguous"] = _sdpa(inputs, kv, SDPBackend.CUDNN_ATTENTION)
+            variants["sdpa flash contiguous"] = _sdpa(inputs, kv, SDPBackend.FLASH_ATTENTION)
+        return Built(2, variants, _with_choice(inputs, paged_prefill))
+
+    seen = query_len * context - query_len * query_len / 2  # query-key pairs under the mask
+    return Case(
+        "paged_prefill",
+        {"B": sequences, "Tq": query_len, "S": context, "Hq": HEADS, "Hkv": KV_HEADS},
+        sequences * (context * KV_TOKEN_BYTES + 2 * query_len * Q_TOKEN_BYTES),
+        build,
+        flops=4.0 * sequences * seen * HEADS * HEAD_DIM,
+        tune_key=prefill_key(HEAD_DIM, HEADS // KV_HEADS, 2),
+        choices=PREFILL_CHOICES,
+    )
+
+
+def _store_case(tokens: int) -> Case:
+    def build(device: torch.device) -> Built:
+        inputs = _inputs(1, 1, max(tokens, 1024), device)
+        pages = inputs.pool.shape[0]
+        slots = torch.randperm(pages * PAGE_TOKENS, device=device)[:tokens]
+        shape = (tokens, KV_HEADS, HEAD_DIM)
+        k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+        view = kv_pages(inputs.pool, torch.bfloat16, KV_HEADS, HEAD_DIM)
+        page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+
+        def ours(index: int) -> object:
+            layer = index % inputs.num_layers
+            return store_kv(k, v, inputs.pool, layer, inputs.num_layers, slots)
+
+        def indexed(index: int) -> object:
+            layer = index % inputs.num_layers
+            view[page, layer, 0, :, offset] = k
+            view[page, layer, 1, :, offset] = v
+            return view
+
+        return Built(32, {"ours": ours, "torch index_put": indexed})
+
+    return Case("store_kv", {"T": tokens}, 2 * tokens * KV_TOKEN_BYTES, build)
+
+
+def cases() -> list[Case]:
+    """Decode over batch and context, prefill with and without a cached prefix, store_kv."""
+    return [
+        *(_decode_case(*shape) for shape in DECODE),
+        *(_prefill_case(*shape) for shape in PREFILL),
+        *(_store_case(tokens) for tokens in (1, 64, 2048)),
+    ]

@@ -1,0 +1,297 @@
+"""Decode: one query token per sequence against its pages, the context cut into splits.
+
+    out[i] = softmax(scale * q[i] . K_i[lo:n]) V_i[lo:n]    n = seq_lens[i], lo = max(0, n - window)
+
+q, out [B, Hq, D] (bf16, fp16, fp32), pool and page table as in `paged_attention`; out is written
+in place. A program handles the query heads of one KV head and one or more splits of one sequence.
+Splits that are not alone leave a normalised fp32 output and its log-sum-exp; the program that
+arrives last adds them up in the order of the splits.
+
+Where the splits lie depends on the sequence's own length only, so a row's bits do not depend on
+the batch. How many programs share a row (`lanes`) depends on the batch, and changes only who
+computes a split. The grid depends on shapes and capacities alone: a captured graph replays for
+any lengths up to `max_seq_len`.
+"""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from multilora_kernels.kv_pages import gather_kv
+from multilora_kernels.launch import Chip, chip_of, tuned_table
+from multilora_kernels.layout import TOKENS_PER_PAGE
+
+if TYPE_CHECKING:
+    from multilora_kernels.paged_attention import AttentionBatch
+
+# Rows times KV heads that one launch may have; the arrival counters are allocated once.
+MAX_COUNTERS = 1 << 17
+# Programs past a sequence's splits exit at once but cost about 0.6 ns each (measured, H200).
+MAX_PROGRAMS = 8192
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    num_splits,
+    g,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    split = tl.arange(0, MAX_SPLITS)
+    used = split < num_splits
+    d = tl.arange(0, BLOCK_D)
+    mask = used[:, None] & (d < HEAD_DIM)[None, :]
+    # .cg: written by other multiprocessors, so never from this one's L1.
+    lse = tl.load(lse_ptr + split * GROUP + g, mask=used, other=float("-inf"), cache_modifier=".cg")
+    weight = tl.exp2(lse - tl.max(lse, 0))
+    at = (split * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    part = tl.load(partial_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    total = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out_ptr + g * HEAD_DIM + d, total.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["lanes", "window"])
+def decode_kernel(
+    q_ptr,
+    pages_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrived_ptr,
+    seq_lens_ptr,
+    page_table_ptr,
+    stride_qt,
+    stride_table,
+    page_elements,
+    layer_start,
+    scale_log2,
+    window,
+    lanes,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    lane = tl.program_id(2)
+    length = tl.load(seq_lens_ptr + row)
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(length - window, 0)
+    first = low // TOKENS * TOKENS
+    # The cut is a function of this row's length alone: MIN_SPLIT tokens, or 1/MAX_SPLITS of it.
+    share = tl.cdiv(tl.cdiv(length - first, MAX_SPLITS), BLOCK_N) * BLOCK_N
+    split_tokens = tl.maximum(share, MIN_SPLIT)
+    num_splits = tl.maximum(tl.cdiv(length - first, split_tokens), 1)
+    if lane >= num_splits:
+        return
+
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    in_row = (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + row * stride_qt + in_row, mask=q_mask, other=0.0).to(COMPUTE)
+    head_ptr = pages_ptr + layer_start + head * (TOKENS * HEAD_DIM)
+    table_ptr = page_table_ptr + row * stride_table
+    row_head = row * NUM_KV_HEADS + head
+    partial_ptr += row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
+    lse_ptr += row_head * (MAX_SPLITS * GROUP)
+    out_ptr += row * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+
+    for split in tl.range(lane, num_splits, lanes, num_stages=1):
+        begin = first + split * split_tokens
+        end = tl.minimum(begin + split_tokens, length)
+        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            n = start + tl.arange(0, BLOCK_N)
+            seen = n < end
+            page = tl.load(table_ptr + n // TOKENS, mask=seen, other=0).to(tl.int64)
+            if WINDOWED:
+                seen &= n >= low
+            at = page * page_elements + (n % TOKENS) * HEAD_DIM
+            kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
+            # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
+            k = tl.load(head_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
+            score = tl.where(seen[None, :], score, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2(score - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 1)
+            v_ptr = head_ptr + NUM_KV_HEADS * TOKENS * HEAD_DIM
+            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            acc = acc * shrink[:, None]
+            acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc, input_precision="ieee")
+            top = new_top
+        # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        if num_splits == 1:
+            tl.store(out_ptr + in_row, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            at_split = (split * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
+            tl.store(partial_ptr + at_split, acc, mask=q_mask)
+            tl.store(lse_ptr + split * GROUP + g, top + tl.log2(total), mask=g < GROUP)
+
+    if num_splits > 1:
+        tl.debug_barrier()  # every thread's stores before the one thread's release
+        mine = tl.cdiv(num_splits - lane, lanes)
+        before = tl.atomic_add(arrived_ptr + row_head, mine, sem="acq_rel")
+        if before + mine == num_splits:
+            tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
+            out_ptr += head * GROUP * HEAD_DIM
+            if GROUP <= 8:  # unrolled, so that the loads of all heads are in flight together
+                for member in tl.static_range(GROUP):
+                    _combine(
+                        out_ptr, partial_ptr, lse_ptr, num_splits, member,
+                        GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+                    )  # fmt: skip
+            else:
+                for member in tl.range(GROUP):
+                    _combine(
+                        out_ptr, partial_ptr, lse_ptr, num_splits, member,
+                        GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+                    )  # fmt: skip
+
+
+def decode_key(head_dim: int, group: int, itemsize: int) -> str:
+    """Key of a tuned decode choice."""
+    return f"d{head_dim}_g{group}_b{itemsize}"
+
+
+def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[str, int]:
+    """Tiles and splits; never a function of the batch, or a row's bits would depend on it."""
+    tuned = tuned_table(chip, "paged_decode").get(decode_key(head_dim, group, itemsize))
+    if tuned is not None:
+        return dict(tuned)
+    token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
+    # Two stages of K and V tiles, two programs to a multiprocessor where that leaves 32 tokens.
+    fits = chip.shared_bytes // (2 * 2 * token_bytes)
+    block_n = max(16, min(64, 1 << (fits.bit_length() - 1)))
+    return {
+        "BLOCK_N": block_n,
+        "MIN_SPLIT": 256,
+        "MAX_SPLITS": 32,
+        "num_warps": 4,
+        "num_stages": 2 if block_n * token_bytes * 3 > chip.shared_bytes // 2 else 3,
+    }
+
+
+def lanes_for(num_sequences: int, num_kv_heads: int, max_seq_len: int, min_split: int) -> int:
+    """Programs that share one sequence and KV head: as many as it can have splits, within reason.
+
+    At a captured graph's capacity most of them find no split and exit.
+    """
+    splits = max(1, -(-max_seq_len // min_split))
+    return max(1, min(splits, MAX_PROGRAMS // max(1, num_sequences * num_kv_heads)))
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> torch.Tensor:
+    """Arrival counters, zero between launches; one launch at a time per device uses them."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), (
+        "call paged_attention once before capturing it in a graph"
+    )
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    num_kv_heads: int,
+    batch: "AttentionBatch",
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+    choice: dict[str, Any] | None = None,
+) -> None:
+    """Attention of the first `batch.num_decodes` rows of q [T, Hq, D], written to out in place."""
+    rows, heads, head_dim = batch.num_decodes, q.shape[1], q.shape[2]
+    group, itemsize = heads // num_kv_heads, q.element_size()
+    assert rows * num_kv_heads <= MAX_COUNTERS and out.is_contiguous()
+    if choice is None:
+        chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
+        choice = decode_choice(chip, head_dim, group, itemsize)
+    max_splits = choice["MAX_SPLITS"]
+    capacity = min(batch.max_seq_len, batch.page_table.shape[1] * TOKENS_PER_PAGE)
+    if sliding_window is not None:
+        capacity = min(capacity, sliding_window + TOKENS_PER_PAGE)
+    lanes = min(max_splits, lanes_for(rows, num_kv_heads, capacity, choice["MIN_SPLIT"]))
+    layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
+    shape = (rows, num_kv_heads, max_splits, group)
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    decode_kernel[(num_kv_heads, rows, lanes)](
+        q,
+        pool.view(q.dtype),
+        out,
+        partial,
+        lse,
+        _counters(q.device),
+        batch.seq_lens,
+        batch.page_table,
+        q.stride(0),
+        batch.page_table.stride(0),
+        pool.shape[1] // itemsize,
+        layer * layer_elements,
+        scale * 1.4426950408889634,
+        sliding_window or 0,
+        lanes,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        TOKENS=TOKENS_PER_PAGE,
+        WINDOWED=sliding_window is not None,
+        COMPUTE=compute_type(q.dtype),
+        **choice,
+    )
+
+
+def compute_type(dtype: torch.dtype) -> Any:
+    """Operand type of the multiplies: the tensor's, or fp32 under the interpreter.
+
+    The interpreter holds bf16 as its bit pattern and multiplies that.
+    """
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
+        dtype
+    ]
+
+
+def decode_ref(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """One query token each for B sequences of one length: q [B, Hq, D] -> [B, Hq, D]."""
+    first = 0 if sliding_window is None else max(0, seq_len - sliding_window)
+    keys, values = gather_kv(pages, table, first, seq_len)
+    # The query heads of one KV head see the same keys, so they can stand where query tokens do.
+    grouped = q.unflatten(1, (keys.shape[1], -1))
+    out = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+    return out.flatten(1, 2)

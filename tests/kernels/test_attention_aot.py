@@ -1,0 +1,92 @@
+"""Attention and store_kv compiled for the cards that are not here, within their shared memory."""
+
+import pytest
+import torch
+
+from multilora_kernels.launch import Chip
+from multilora_kernels.paged_decode import compute_type, decode_choice, decode_kernel
+from multilora_kernels.paged_prefill import prefill_choice, prefill_kernel
+from multilora_kernels.store_kv import launch_choice, store_kv_kernel
+from tests.kernels.aot import ARCHITECTURES, assert_fits
+
+# (head_dim, query heads per KV head, dtype, sliding window)
+SHAPES = [
+    (128, 4, torch.bfloat16, False),
+    (64, 7, torch.float16, True),
+    (80, 1, torch.bfloat16, False),
+    (256, 8, torch.bfloat16, True),
+    (256, 2, torch.float32, False),
+    (16, 20, torch.bfloat16, False),
+]
+# Every shape where shared memory is least and where most instructions are new; one elsewhere.
+CASES = [
+    (shape, sm) for shape in SHAPES for sm in ARCHITECTURES if sm in (89, 90) or shape is SHAPES[0]
+]
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def types_of(dtype: torch.dtype, pointers: tuple[str, ...], rest: str) -> dict[str, str]:
+    """Signature: `pointers` to `dtype`, then "name:type" pairs."""
+    pairs = dict(pair.split(":", 1) for pair in rest.split())
+    return {**dict.fromkeys(pointers, f"*{NAMES[dtype]}"), **pairs}
+
+
+def common(head_dim: int, group: int, dtype: torch.dtype, windowed: bool) -> dict[str, object]:
+    return {
+        "NUM_KV_HEADS": 8,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": power_of_2(head_dim),
+        "TOKENS": 16,
+        "WINDOWED": windowed,
+        "COMPUTE": compute_type(dtype),
+    }
+
+
+@pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
+def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
+    head_dim, group, dtype, windowed = shape
+    signature = types_of(
+        dtype,
+        ("q_ptr", "pages_ptr", "out_ptr"),
+        "partial_ptr:*fp32 lse_ptr:*fp32 arrived_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32"
+        " stride_qt:i32:16 stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32"
+        " window:i32 lanes:i32",
+    )
+    choice = decode_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize)
+    warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
+    constants = {**common(*shape), "BLOCK_G": max(16, power_of_2(group)), **choice}
+    assert_fits(decode_kernel, signature, constants, sm, warps, stages)
+
+
+@pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
+def test_prefill_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
+    head_dim, group, dtype, windowed = shape
+    signature = types_of(
+        dtype,
+        ("q_ptr", "pages_ptr", "out_ptr"),
+        "query_start_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32 stride_qt:i32:16"
+        " stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32 window:i32"
+        " first_row:i32",
+    )
+    choice = prefill_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize)
+    warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
+    assert_fits(prefill_kernel, signature, {**common(*shape), **choice}, sm, warps, stages)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", NAMES, ids=str)
+def test_store_kv_compiles(dtype: torch.dtype, sm: int) -> None:
+    signature = types_of(
+        dtype,
+        ("k_ptr", "v_ptr", "pages_ptr"),
+        "slot_mapping_ptr:*i64 stride_kt:i32:16 stride_vt:i32:16 page_elements:i32:16 layer_start:i32:16",
+    )
+    choice = launch_choice(1024)
+    warps = choice.pop("num_warps")
+    constants = {"num_elements": 1024, "HEAD_DIM": 128, "TOKENS": 16, **choice}
+    assert_fits(store_kv_kernel, signature, constants, sm, warps)

@@ -1,0 +1,128 @@
+"""The attention kernels under the interpreter: dense fp64 attention, NaN pages, odd shapes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multilora_kernels.launch import H200, RTX_4090
+from multilora_kernels.paged_attention import paged_attention
+from multilora_kernels.paged_decode import decode_choice, lanes_for, paged_decode
+from tests.kernels.attention_cases import (
+    TOLERANCE,
+    AttentionCase,
+    attention_case,
+    attention_oracle,
+)
+
+# A small cut, so that short contexts have several splits, capped ones too.
+CHOICE = {"BLOCK_N": 16, "MIN_SPLIT": 32, "MAX_SPLITS": 4, "num_warps": 4, "num_stages": 2}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
+    return paged_attention(
+        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, window
+    )
+
+
+def run_decode(case: AttentionCase, window: int | None = None) -> torch.Tensor:
+    out = torch.full_like(case.q, float("nan"))
+    arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
+    paged_decode(*arguments, window, out, CHOICE)
+    return out
+
+
+def check(case: AttentionCase, out: torch.Tensor, window: int | None = None) -> None:
+    difference = (out.double() - attention_oracle(case, window)).abs().max()
+    assert difference < TOLERANCE[case.q.dtype]  # NaN fails too
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", [None, 1, 8, 16, 37, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_interpreted(dtype: torch.dtype, window: int | None) -> None:
+    """Contexts of one token, of whole and broken pages, of one split and of the capped number."""
+    case = attention_case([(1, n) for n in (1, 16, 17, 32, 33, 100, 150)], dtype=dtype)
+    check(case, run_decode(case, window), window)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 8), (20, 1)], ids=str)
+def test_decode_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -> None:
+    case = attention_case([(1, 21), (1, 70)], heads=heads, head_dim=head_dim)
+    check(case, run_decode(case))
+
+
+@pytest.mark.interpreter
+def test_decode_rows_alone_and_lanes_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row alone, and one program per row instead of several: the same bits."""
+    case = attention_case([(1, n) for n in (33, 0, 150, 64)])
+    together = run_decode(case)
+    assert torch.equal(together[1], torch.zeros_like(together[1]))
+    for index in range(4):
+        assert torch.equal(run_decode(case.row(index))[0], together[index]), index
+    monkeypatch.setattr("multilora_kernels.paged_decode.MAX_PROGRAMS", 1)
+    assert torch.equal(run_decode(case), together)
+    assert torch.equal(run_decode(case), together)  # the counters were left at zero
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("window", [None, 1, 8, 16, 37, 90])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixed_batch_interpreted(dtype: torch.dtype, window: int | None) -> None:
+    """Decode rows, first chunks and chunks against a cached prefix in one batch."""
+    lens = [(1, 30), (1, 5), (5, 5), (7, 20), (40, 40), (33, 120), (2, 17)]
+    case = attention_case(lens, dtype=dtype)
+    check(case, run(case, window), window)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 128, 256])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 1), (20, 1)], ids=str)
+def test_prefill_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -> None:
+    case = attention_case([(21, 21), (4, 70)], heads=heads, head_dim=head_dim)
+    check(case, run(case))
+
+
+@pytest.mark.interpreter
+def test_prefill_rows_alone_interpreted() -> None:
+    case = attention_case([(1, 30), (20, 20), (9, 80)])
+    together, start = run(case), 0
+    for index, query_len in enumerate(case.query_lens):
+        assert torch.equal(run(case.row(index)), together[start : start + query_len]), index
+        start += query_len
+
+
+@pytest.mark.interpreter
+def test_capacity_beyond_lengths_interpreted() -> None:
+    """Host integers are capacities under a captured graph: larger ones change nothing."""
+    case = attention_case([(1, 30), (1, 100), (9, 80)])
+    large = replace(case.batch, max_query_len=200, max_seq_len=5000)
+    assert torch.equal(run(replace(case, batch=large)), run(case))
+
+
+@pytest.mark.interpreter
+def test_query_slice_of_packed_projection_interpreted() -> None:
+    """q may be a slice of the packed qkv rows."""
+    case = attention_case([(1, 30), (9, 30)])
+    packed = torch.randn(10, case.q.shape[1] + 4, case.q.shape[2])
+    packed[:, : case.q.shape[1]] = case.q
+    check(case, run(replace(case, q=packed[:, : case.q.shape[1]])))
+
+
+def test_lanes_are_bounded() -> None:
+    """A batch of many rows does not launch a program per split of the largest context."""
+    assert lanes_for(1, 8, 131072, 256) == 512
+    assert lanes_for(256, 8, 131072, 256) == 4
+    assert lanes_for(4096, 8, 131072, 256) == 1
+
+
+def test_decode_choice_is_a_function_of_shapes() -> None:
+    """Every head size up to 256 gets tiles that hold at least one page."""
+    for chip in (H200, RTX_4090):
+        for head_dim in range(16, 257, 16):
+            for itemsize in (2, 4):
+                choice = decode_choice(chip, head_dim, 4, itemsize)
+                assert choice["BLOCK_N"] >= 16 and choice["MIN_SPLIT"] % choice["BLOCK_N"] == 0
