@@ -52,6 +52,7 @@ class Residency:
         self._serial = 0
         self._host_releases = 0
         self._num_loading = 0
+        self._pinned = 0  # pages of hot pinned adapters
         self._events: list[Standing] = []
         self._done: list[Done] = []
         self.purge: Callable[[str], int] = lambda digest: 0
@@ -75,7 +76,7 @@ class Residency:
     def acquire(self, lease: Lease) -> int | None:
         """The slot of a hot adapter, which stays hot until `suspend` or `release`; else None."""
         entry = self._entries[lease.digest]
-        if entry.state is not State.HOT or entry.placement is None or not entry.may_run(lease):
+        if entry.placement is None or not self.is_ready(lease):
             return None
         if lease.running:
             raise IntegrityError(f"adapter {lease.digest[:12]} acquired twice by one lease")
@@ -84,6 +85,11 @@ class Residency:
         entry.hits += 1
         self._touch(entry)
         return entry.placement.slot
+
+    def is_ready(self, lease: Lease) -> bool:
+        """Whether `acquire` would give a slot now."""
+        entry = self._entries[lease.digest]
+        return entry.state is State.HOT and entry.may_run(lease)
 
     def suspend(self, lease: Lease) -> None:
         """The sequence was preempted: it waits for its slot again, the claim stays."""
@@ -113,12 +119,14 @@ class Residency:
         image = entry.image
         return image.plan.num_pages if image is not None and entry.placement is None else 0
 
-    def footprint(self, lease: Lease) -> int:
-        """Pages of the adapter, 0 while unknown, beside the pages of all other pins."""
+    def footprint(self, lease: Lease | None) -> int:
+        """Pages that the lease's adapter, 0 while unknown, and all other pins take."""
+        if lease is None:
+            return self._pinned
         entry = self._entries[lease.digest]
-        plan = entry.placement or entry.image
-        own = 0 if plan is None else plan.plan.num_pages
-        return own + self._pinned_pages(entry)
+        placed = entry.placement or entry.image
+        own = placed.plan.num_pages if placed is not None else 0
+        return own + self._pinned_beside(entry)
 
     # ---- what operators do
 
@@ -141,6 +149,7 @@ class Residency:
             self._reset(entry)
         entry.pin = pin or entry.pin
         entry.priority = priority
+        self._recount_pins()
         if entry.pin is not None:
             self._warm.pin(entry.digest, True)
         entry.calls.append(Call(call_id, hot, order))
@@ -160,6 +169,7 @@ class Residency:
         if entry.pin is not None:
             self._warm.pin(digest, False)
             entry.pin = None
+            self._recount_pins()
         entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
         self._pending.add(entry)
 
@@ -319,7 +329,8 @@ class Residency:
             else:
                 open_calls.append(call)
         entry.calls = open_calls
-        if reason is not None:
+        if reason is not None and entry.pin is not None:
+            self._warm.pin(entry.digest, False)
             entry.pin = None
         self._unhold(entry)
 
@@ -342,7 +353,7 @@ class Residency:
             self._set_state(entry, State.STORED)
             return
         plan = entry.image.plan
-        most = self._hot.page_limit - self._pinned_pages(entry)
+        most = self._hot.page_limit - self._pinned_beside(entry)
         if plan.num_pages > most:
             self._fail(
                 entry,
@@ -352,6 +363,7 @@ class Residency:
         elif self._hot.make_room(plan, order, self):
             entry.placement = self._hot.start(entry.image)
             self._placed[entry.digest] = entry
+            self._recount_pins()
             self._set_state(entry, State.COPYING)
 
     def _cool(self, entry: Entry) -> None:
@@ -361,6 +373,7 @@ class Residency:
         self._hot.drop(entry.placement)
         entry.placement = None
         del self._placed[entry.digest]
+        self._recount_pins()
         self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)
         if entry.demand() is not None:
             self._pending.add(entry)
@@ -462,9 +475,15 @@ class Residency:
         wanted = _WANTED if entry.waiting_order() < NOBODY else 0
         return entry.priority + wanted, entry.score
 
-    def _pinned_pages(self, but: Entry) -> int:
-        pinned = (e.placement for e in self._placed.values() if e.pin == "hot" and e is not but)
-        return sum(len(placement.pages) for placement in pinned if placement is not None)
+    def _pinned_beside(self, entry: Entry) -> int:
+        """Pages of hot pinned adapters other than `entry`."""
+        is_counted = entry.pin == "hot" and entry.placement is not None
+        own = entry.placement.plan.num_pages if is_counted and entry.placement else 0
+        return self._pinned - own
+
+    def _recount_pins(self) -> None:
+        pinned = (e.placement for e in self._placed.values() if e.pin == "hot")
+        self._pinned = sum(len(placement.pages) for placement in pinned if placement is not None)
 
     def _standing(self, entry: Entry) -> Standing:
         if entry.state is State.WARM and not self._warm.nbytes(entry.digest):

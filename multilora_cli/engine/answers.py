@@ -1,0 +1,112 @@
+"""From a step's results to deltas: append tokens, end what is finished, share prompts."""
+
+import logging
+
+from multilora_cli.engine.batch_plan import RowResult, Sampled, ScheduledBatch, ScheduledRow
+from multilora_cli.engine.messages import Delta, Fault
+from multilora_cli.engine.scheduler import Scheduler
+from multilora_cli.engine.sequence import Sequence, Status
+from multilora_cli.memory.kv_cache import KVCache
+from multilora_cli.memory.prefix_cache import extend_keys
+
+_log = logging.getLogger(__name__)
+
+
+class Answers:
+    """Applies results to sequences. An exception in one row's results ends that request only."""
+
+    def __init__(self, scheduler: Scheduler, kv: KVCache) -> None:
+        self._scheduler = scheduler
+        self._kv = kv
+        self.prompt_tokens = 0  # computed, not taken from the prefix cache
+        self.generated_tokens = 0
+
+    def take(self, batch: ScheduledBatch, results: tuple[RowResult, ...]) -> list[Delta]:
+        """The deltas of a step; `results` in the order of `batch.rows`."""
+        deltas: list[Delta] = []
+        for row, result in zip(batch.rows, results, strict=True):
+            if row.sequence.status is Status.FINISHED:
+                continue  # it was aborted, or ended with its request, meanwhile
+            try:
+                if result.error is not None:
+                    self._fail(row.sequence, result.error)
+                else:
+                    deltas += self._take_row(row, result)
+            except Exception as error:
+                _log.exception("request %d: its results failed", row.sequence.request_id)
+                self._fail(row.sequence, f"{type(error).__name__}: {error}")
+        return deltas
+
+    def _take_row(self, row: ScheduledRow, result: RowResult) -> list[Delta]:
+        sequence = row.sequence
+        sequence.num_computed = row.start + row.length
+        self.prompt_tokens += max(min(sequence.num_computed, sequence.prompt_len) - row.start, 0)
+        if sequence.wants_prompt_logprobs:
+            sequence.prompt_logprobs += result.prompt_logprobs
+        if all(sampled.finite for sampled in result.sampled):
+            extend_keys(sequence.keys, sequence.root, sequence.tokens)
+            self._kv.publish(sequence.seq_id, sequence.keys, sequence.num_computed)
+        if not row.samples:
+            return self._end_of_prompt(sequence) if sequence.remaining == 0 else []
+        # Children first: the pages they share are the parent's, which may end with this token.
+        pairs = list(zip(row.samples, result.sampled, strict=True))
+        return [delta for pair in [*pairs[1:], pairs[0]] for delta in self._take_token(row, *pair)]
+
+    def _end_of_prompt(self, sequence: Sequence) -> list[Delta]:
+        """Nothing is to be generated: the prompt and its log-probabilities were all."""
+        deltas = []
+        for each in (*sequence.children, sequence):
+            each.prompt_logprobs = sequence.prompt_logprobs
+            each.cached_tokens = sequence.cached_tokens
+            deltas.append(self._delta(each, None))
+            self._scheduler.retire(each)
+        return deltas
+
+    def _take_token(self, row: ScheduledRow, sequence: Sequence, sampled: Sampled) -> list[Delta]:
+        parent = row.sequence
+        if sequence.status is Status.FINISHED:
+            return []
+        if not sampled.finite:
+            who = f"adapter {sequence.adapter.name}" if sequence.adapter else "the base model"
+            self._fail(sequence, f"{who} produced values that are not finite", quiet=True)
+            return []
+        sequence.tokens.append(sampled.token_id)
+        self.generated_tokens += 1
+        if sequence is not parent:
+            sequence.prompt_logprobs = parent.prompt_logprobs
+            sequence.cached_tokens = parent.cached_tokens
+        delta = self._delta(sequence, sampled)
+        if delta.finish_reason is not None:
+            if sequence is not parent:
+                parent.children.remove(sequence)
+            self._scheduler.retire(sequence)
+        elif sequence is not parent:
+            self._scheduler.fork(parent, sequence)
+        return [delta]
+
+    def _delta(self, sequence: Sequence, sampled: Sampled | None) -> Delta:
+        is_first = not sequence.has_answered
+        wanted = is_first and sequence.params.prompt_logprobs is not None
+        # The first token of a prompt has no log-probability: nothing comes before it.
+        prompt = [None, *sequence.prompt_logprobs] if wanted else None
+        sequence.has_answered = True
+        if wanted and sequence.status is not Status.FORKING:
+            sequence.prompt_logprobs = []
+        token_ids = [] if sampled is None else [sampled.token_id]
+        logprobs = [sampled.logprobs] if sampled is not None and sampled.logprobs else None
+        return Delta(
+            sequence.request_id,
+            sequence.index,
+            token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt,
+            finish_reason=sequence.finish_reason(),
+            cached_tokens=sequence.cached_tokens if is_first else 0,
+        )
+
+    def _fail(self, sequence: Sequence, reason: str, quiet: bool = False) -> None:
+        """End a sequence, and the children that wait for its prompt, with internal_error."""
+        if not quiet:
+            _log.error("request %d failed: %s", sequence.request_id, reason)
+        if sequence.status is not Status.FINISHED:
+            self._scheduler.end(sequence, "error", Fault("internal_error", reason))

@@ -1,0 +1,332 @@
+"""Who runs in the next step.
+
+Running sequences decode first, then prompts go on in chunks, then waiting sequences are taken up
+in order of arrival. A sequence whose adapter is not hot is passed over; one that waited too long
+stops those behind it from taking what it needs. When pages run out the newest sequence gives its
+pages back and is computed again later. A sequence is taken up only with pages for all its known
+tokens and one more, so it always produces a token before it can be preempted.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from multilora_cli.adapters.lease import Failure, Lease
+from multilora_cli.engine.batch_plan import ScheduledBatch, ScheduledRow
+from multilora_cli.engine.messages import Delta, Fault, FinishReason
+from multilora_cli.engine.sequence import Sequence, Status
+from multilora_cli.memory.kv_cache import KVCache, pages_for
+from multilora_cli.memory.page_pool import IntegrityError
+from multilora_cli.memory.prefix_cache import extend_keys
+
+
+class Leases(Protocol):
+    """What the scheduler asks of adapters (adapters.residency.Residency)."""
+
+    def is_ready(self, lease: Lease) -> bool: ...
+    def acquire(self, lease: Lease) -> int | None: ...
+    def suspend(self, lease: Lease) -> None: ...
+    def release(self, lease: Lease) -> None: ...
+    def failure(self, lease: Lease) -> Failure | None: ...
+    def is_loading(self, lease: Lease) -> bool: ...
+    def pages_needed(self, lease: Lease) -> int: ...
+    def footprint(self, lease: Lease | None) -> int: ...
+    def busy(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The bounds of a step and of waiting."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_adapters: int  # distinct among the running
+    usable_pages: int
+    adapter_wait_s: float
+    adapter_wait_limit_s: float
+
+
+class Scheduler:
+    """The waiting and running queues and the rules between them. `now` is monotonic seconds."""
+
+    def __init__(
+        self, limits: Limits, kv: KVCache, leases: Leases, now: Callable[[], float]
+    ) -> None:
+        self._limits = limits
+        self._kv = kv
+        self._leases = leases
+        self._now = now
+        self._waiting: list[Sequence] = []  # both in order of arrival
+        self._running: list[Sequence] = []
+        self._requests: dict[int, list[Sequence]] = {}
+        self._running_adapters: Counter[str] = Counter()
+        self._ended: list[Delta] = []
+        self.preemptions = 0
+
+    # ---- in and out
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Admit a request: one sequence that computes the prompt and its FORKING children."""
+        first = sequences[0]
+        self._requests[first.request_id] = list(sequences)
+        first.children = sequences[1:]
+        for child in first.children:
+            child.status = Status.FORKING
+        self._wait(first)
+
+    def abort(self, request_id: int) -> None:
+        """End every sequence of the request; it may have ended already."""
+        for sequence in list(self._requests.get(request_id, ())):
+            if sequence.status is not Status.FINISHED:  # not ended with its parent just now
+                self.end(sequence, "abort")
+
+    def end(self, sequence: Sequence, reason: FinishReason, fault: Fault | None = None) -> None:
+        """The sequence is over: give back all it holds and report it without a token."""
+        self._ended.append(
+            Delta(sequence.request_id, sequence.index, [], finish_reason=reason, fault=fault)
+        )
+        for child in sequence.children:
+            self.end(child, reason, fault)
+        self.retire(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Give back all that a sequence holds, whatever its state."""
+        if sequence.status is Status.FINISHED:
+            raise IntegrityError(f"sequence {sequence.seq_id} ended twice")
+        if sequence.status is Status.RUNNING:
+            self._leave(sequence)
+        elif sequence.status is Status.WAITING:
+            self._waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.children = []
+        if sequence.lease is not None:
+            self._leases.release(sequence.lease)
+        request = self._requests[sequence.request_id]
+        request.remove(sequence)
+        if not request:
+            del self._requests[sequence.request_id]
+
+    def take_ended(self) -> list[Delta]:
+        """Deltas of sequences that ended outside a step's results."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The prompt is computed: let `child` run on the parent's pages, or wait for its own."""
+        parent.children.remove(child)
+        computed = parent.num_computed
+        room = len(self._running) < self._limits.max_num_seqs
+        if not room or not self._kv.fork(parent.seq_id, child.seq_id, computed):
+            self._wait(child)
+            return
+        child.num_computed = computed
+        child.keys = list(parent.keys)
+        self._start(child)
+
+    # ---- decisions
+
+    def schedule(self) -> ScheduledBatch:
+        """Decide the next step; a batch without rows means that nothing can run now."""
+        rows: list[ScheduledRow] = []
+        preempted = self.preemptions
+        budget = self._limits.max_num_batched_tokens
+        for sequence in list(self._running):
+            if sequence.remaining == 1 and self._has_room(sequence):
+                rows.append(_row(sequence, 1))
+                budget -= 1
+        for sequence in self._running:
+            if sequence.remaining > 1 and budget > 0:
+                rows.append(_row(sequence, min(budget, sequence.remaining)))
+                budget -= rows[-1].length
+        if self.preemptions == preempted:
+            self._admit(rows, budget)
+        rows.sort(key=lambda row: row.length > 1)
+        return ScheduledBatch(tuple(rows), self._kv.pending_copies())
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no page, those whose prompt is being computed included."""
+        return sum(len(sequences) for sequences in self._requests.values()) - len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence has not ended."""
+        return bool(self._requests)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence that has not ended."""
+        for sequences in list(self._requests.values()):
+            yield from list(sequences)
+
+    def check_integrity(self) -> None:
+        """Every live sequence is in exactly one place and holds what its state says."""
+        running, waiting = set(self._running), set(self._waiting)
+        for queue in (self._running, self._waiting):
+            if [s.order for s in queue] != sorted(s.order for s in queue):
+                raise IntegrityError("a queue is out of order")
+        for sequence in self.sequences():
+            holds = sequence.seq_id in self._kv
+            if (sequence.status is Status.RUNNING) != (sequence in running) or holds != (
+                sequence in running
+            ):
+                raise IntegrityError(
+                    f"sequence {sequence.seq_id}: {sequence.status}, pages {holds}"
+                )
+            if (sequence.status is Status.WAITING) != (sequence in waiting):
+                raise IntegrityError(f"sequence {sequence.seq_id} is {sequence.status} in no queue")
+            if sequence.lease is not None and sequence.lease.running != (sequence in running):
+                raise IntegrityError(f"sequence {sequence.seq_id}: its lease says otherwise")
+        if len(self._kv) != len(running):
+            raise IntegrityError(f"{len(self._kv)} page tables, {len(running)} running")
+        self._kv.check_integrity()
+
+    # ---- rules
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Pages for the token it computes next, preempting newer ones; False: not in this step."""
+        while sequence.status is Status.RUNNING:
+            if self._kv.reserve(sequence.seq_id, len(sequence.tokens), sequence.order):
+                return True
+            newer = [other for other in self._running if other.order > sequence.order]
+            victims = [other for other in newer if other.may_be_preempted]
+            if victims:
+                self._preempt(victims[-1])
+            elif newer:
+                return False  # they have all the pages they need and will produce a token
+            elif len(self._running) > 1:
+                self._preempt(sequence)
+            elif self._leases.busy():
+                return False
+            else:
+                self.end(sequence, "error", _too_long(sequence, self._limits.usable_pages))
+        return False
+
+    def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
+        """Take up waiting sequences in order of arrival, as far as places and pages go."""
+        now = self._now()
+        spare = 0
+        overdue = False
+        for sequence in list(self._waiting):
+            if budget <= 0 or len(self._running) >= self._limits.max_num_seqs:
+                break
+            if self._is_hopeless(sequence, now) or (overdue and sequence.lease is not None):
+                continue
+            if not self._is_ready(sequence):
+                if not overdue and now - sequence.waiting_since > self._limits.adapter_wait_s:
+                    overdue = True
+                    spare = self._needs(sequence)
+                continue
+            if not self._take_up(sequence, spare):
+                break
+            rows.append(_row(sequence, min(budget, sequence.remaining)))
+            budget -= rows[-1].length
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether its adapter is hot and may be among the running."""
+        if sequence.lease is None:
+            return True
+        adapters = self._running_adapters
+        full = len(adapters) >= self._limits.max_adapters and sequence.owner not in adapters
+        return not full and self._leases.is_ready(sequence.lease)
+
+    def _is_hopeless(self, sequence: Sequence, now: float) -> bool:
+        """End a waiting sequence that can never run, or whose adapter cannot be had."""
+        lease = sequence.lease
+        pages = pages_for(sequence.most_kv_tokens) + self._leases.footprint(lease)
+        if pages > self._limits.usable_pages:
+            self.end(sequence, "error", _too_long(sequence, self._limits.usable_pages))
+            return True
+        if lease is None:
+            return False
+        failure = self._leases.failure(lease)
+        if failure is not None:
+            retry_s = max(failure.retry_at - now, 0.0)
+            self.end(sequence, "error", Fault("adapter_unavailable", failure.reason, retry_s))
+            return True
+        waited = now - sequence.waiting_since
+        if waited > self._limits.adapter_wait_limit_s and self._leases.is_loading(lease):
+            message = f"the adapter is still loading after {waited:.0f} s"
+            self.end(sequence, "error", Fault("adapter_loading", message, 5.0))
+            return True
+        return False
+
+    def _needs(self, sequence: Sequence) -> int:
+        """Pages to keep free for an overdue sequence and its adapter."""
+        adapter = self._leases.pages_needed(sequence.lease) if sequence.lease is not None else 0
+        return adapter + pages_for(sequence.kv_tokens)
+
+    def _take_up(self, sequence: Sequence, spare: int) -> bool:
+        """Give a waiting sequence pages for all its known tokens and one more."""
+        extend_keys(sequence.keys, sequence.root, sequence.tokens)
+        # The last token is always computed: its logits are what is asked for.
+        reusable = 0 if sequence.wants_prompt_logprobs else len(sequence.tokens) - 1
+        seq_id = sequence.seq_id
+        cached = self._kv.open(seq_id, sequence.owner, sequence.keys, reusable)
+        if not self._kv.reserve(seq_id, sequence.kv_tokens, sequence.order, spare):
+            self._kv.close(seq_id)
+            return False
+        self._waiting.remove(sequence)
+        sequence.num_computed = cached
+        sequence.prompt_logprobs = []
+        if not sequence.has_answered:
+            sequence.cached_tokens = min(cached, sequence.prompt_len)
+        self._start(sequence)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        """It holds pages: take the adapter's slot and run."""
+        if sequence.lease is not None:
+            slot = self._leases.acquire(sequence.lease)
+            if slot is None:
+                raise IntegrityError(f"sequence {sequence.seq_id}: its adapter is not hot")
+            sequence.slot = slot
+            self._running_adapters[sequence.owner] += 1
+        sequence.status = Status.RUNNING
+        insort(self._running, sequence, key=lambda s: s.order)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It gives its pages back and stops using its slot."""
+        self._running.remove(sequence)
+        self._kv.close(sequence.seq_id)
+        sequence.num_computed = 0
+        sequence.slot = 0
+        if sequence.lease is not None:
+            self._running_adapters[sequence.owner] -= 1
+            if not self._running_adapters[sequence.owner]:
+                del self._running_adapters[sequence.owner]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._leave(sequence)
+        if sequence.lease is not None:
+            self._leases.suspend(sequence.lease)
+        sequence.resumed_len = len(sequence.tokens)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        sequence.waiting_since = self._now()
+        insort(self._waiting, sequence, key=lambda s: s.order)
+
+
+def _row(sequence: Sequence, length: int) -> ScheduledRow:
+    """`length` tokens; the sequence and its children sample when no known token is left."""
+    samples: tuple[Sequence, ...] = ()
+    if length == sequence.remaining and len(sequence.tokens) < sequence.max_len:
+        samples = (sequence, *sequence.children)
+    return ScheduledRow(sequence, sequence.num_computed, length, samples)
+
+
+def _too_long(sequence: Sequence, pages: int) -> Fault:
+    return Fault(
+        "context_length_exceeded",
+        f"{sequence.max_len} tokens of prompt and answer do not fit into memory: with its adapter"
+        f" the request needs more than the {pages} pages of 16 tokens that there are",
+    )

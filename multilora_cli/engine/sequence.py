@@ -1,0 +1,90 @@
+"""What one sequence is: its tokens, how far it is computed, and what it holds."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from multilora_cli.adapters.lease import Lease
+from multilora_cli.engine.messages import AdapterRef, FinishReason, SamplingParams, TokenLogprobs
+
+
+class Status(Enum):
+    """WAITING holds no page; FORKING is an answer whose prompt another sequence computes."""
+
+    WAITING = "waiting"
+    FORKING = "forking"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One answer to one request. `order` is its arrival number: lower goes first."""
+
+    seq_id: int
+    request_id: int
+    index: int
+    order: int
+    params: SamplingParams
+    tokens: "array[int]"  # prompt and output
+    prompt_len: int
+    max_len: int  # it ends with this many tokens
+    root: bytes  # parent key of its first KV block
+    stop_ids: frozenset[int]
+    adapter: AdapterRef | None = None
+    lease: Lease | None = None  # None: the base model, slot 0
+    waiting_since: float = 0.0
+    status: Status = Status.WAITING
+    slot: int = 0
+    num_computed: int = 0  # tokens whose K and V are in the pool
+    keys: list[bytes] = field(default_factory=list)  # of its full KV blocks
+    children: list["Sequence"] = field(default_factory=list)  # FORKING, until the prompt is done
+    resumed_len: int = -1  # tokens when it was taken up again after a preemption; -1: never
+    cached_tokens: int = 0
+    has_answered: bool = False  # its first delta was sent
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @property
+    def owner(self) -> str:
+        """Whose KV it computes: the adapter's digest, "" for the base."""
+        return self.adapter.digest if self.adapter is not None else ""
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known but not computed; 1 for a sequence that decodes."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens it needs pages for to take one step beyond what is known.
+
+        The last token of an answer is never fed back, so its K and V are never stored.
+        """
+        return min(len(self.tokens) + 1, max(self.max_len - 1, len(self.tokens)))
+
+    @property
+    def most_kv_tokens(self) -> int:
+        """Tokens it needs pages for at its longest."""
+        return max(self.max_len - 1, self.prompt_len)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of its prompt are still to be sent."""
+        return self.params.prompt_logprobs is not None and not self.has_answered
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """A sequence that was preempted must produce a token before it is preempted again."""
+        return len(self.tokens) > self.resumed_len
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ends with its last token; None: it goes on."""
+        enough = self.num_outputs >= self.params.min_tokens
+        if self.num_outputs and enough and self.tokens[-1] in self.stop_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_len else None
