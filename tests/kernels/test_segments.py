@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multilora_kernels.segments import Segments
 from multilora_kernels.popularity import make_slots, popularity_counts
+from multilora_kernels.segments import Segments
 from multilora_kernels.testing import make_segments
 
 
