@@ -10,10 +10,13 @@ row's result depends on its own adapter alone: nothing is combined across adapte
 """
 
 import torch
+import triton
 
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.segments import Segments
-from multilora_kernels.table import AdapterTable, PlacedBlock
+from multilora_kernels.sgmv_expand import sgmv_expand, sgmv_expand_ref
+from multilora_kernels.sgmv_shrink import sgmv_shrink, sgmv_shrink_ref
+from multilora_kernels.table import AdapterTable
 
 
 def add_lora(
@@ -29,7 +32,15 @@ def add_lora(
     if not segments.has_adapters:
         return
     _check(y, x, pool, table, segments, group)
-    add_lora_ref(y, x, pool, table, segments, layer, group)
+    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return add_lora_ref(y, x, pool, table, segments, layer, group)
+    lists = segments.lists(table)
+    work = lists.groups[group]
+    if work.num_tiles == 0:
+        return None
+    weights = pool.view(-1).view(x.dtype)
+    planes = sgmv_shrink(x, weights, table, lists, work, layer)
+    return sgmv_expand(y, planes, weights, table, lists, work, layer)
 
 
 def _check(
@@ -68,35 +79,8 @@ def add_lora_ref(
             if placed:
                 if x_rows is None:
                     x_rows = x.index_select(0, rows).float()
-                delta = _delta(x_rows, weights, placed, d_out)
+                delta = sgmv_expand_ref(sgmv_shrink_ref(x_rows, weights, placed), weights, placed)
                 target = y[:, column : column + d_out]
                 summed = target.index_select(0, rows).float() + delta
                 target.index_copy_(0, rows, summed.to(y.dtype))
             column += d_out
-
-
-def _delta(
-    x_rows: torch.Tensor, weights: torch.Tensor, placed: tuple[PlacedBlock, ...], d_out: int
-) -> torch.Tensor:
-    """B (A x) of one adapter's module, fp32 [rows, d_out], block by block from the pool."""
-    delta = x_rows.new_zeros(len(x_rows), d_out)
-    shrunk: dict[int, torch.Tensor] = {}
-    for place in placed:
-        block = place.block
-        if block.matrix != "a":
-            continue
-        a = weights.as_strided(
-            (block.rank_width, block.length), (block.length, 1), place.element
-        ).float()
-        part = x_rows[:, block.start : block.start + block.length] @ a.T
-        before = shrunk.get(block.rank_start)
-        shrunk[block.rank_start] = part if before is None else before + part
-    for place in placed:
-        block = place.block
-        if block.matrix != "b":
-            continue
-        b = weights.as_strided(
-            (block.length, block.rank_width), (block.rank_width, 1), place.element
-        ).float()
-        delta[:, block.start : block.start + block.length] += shrunk[block.rank_start] @ b.T
-    return delta

@@ -2,6 +2,10 @@
 
 Rows are sorted by slot (stable); a segment is a run of rows with one slot. Rows of slot 0 are left
 out altogether, so they cost nothing.
+
+On a GPU `build` also writes the kernels' work lists (see `work_lists`), in place and in stream
+order, for the table that `bind` or the first `add_lora` named. A captured CUDA graph replays with
+whatever the last `build` wrote; building the same rows again costs nothing.
 """
 
 from collections.abc import Sequence
@@ -10,27 +14,39 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from multilora_kernels.launch import Chip, chip_of
+from multilora_kernels.layout import MAX_RANK
+from multilora_kernels.lora_choice import DECODE_TOKENS, is_decode
+from multilora_kernels.table import AdapterTable
+from multilora_kernels.work_lists import WorkLists
+
 Slots = Sequence[int] | npt.NDArray[np.integer]
 
 
 class Segments:
-    """The rows of the current step grouped by slot, on the host and in fixed device buffers.
-
-    Buffers are written in place, so a captured CUDA graph replays with whatever the last `build`
-    before the replay wrote.
-    """
+    """The rows of the current step grouped by slot, on the host and in fixed device buffers."""
 
     def __init__(
-        self, max_tokens: int, device: torch.device | str, max_segments: int | None = None
+        self,
+        max_tokens: int,
+        device: torch.device | str,
+        max_segments: int | None = None,
+        max_rank: int = MAX_RANK,
     ) -> None:
         self.max_tokens = max_tokens
         self.max_segments = max_tokens if max_segments is None else max_segments
+        self.max_rank = max_rank
         self.device = torch.device(device)
         self.num_tokens = 0
         self.permutation = np.empty(0, dtype=np.int32)  # rows with an adapter, sorted by slot
         self.seg_indptr = np.zeros(1, dtype=np.int32)  # segment i: permutation[indptr[i]:[i+1]]
         self.seg_slots = np.empty(0, dtype=np.int32)
         self._rows: list[tuple[int, torch.Tensor]] = []
+        self._table: AdapterTable | None = None
+        self._lists: dict[bool, WorkLists] = {}  # decode and prefill
+        # What the lists were last written for; None before that.
+        self._written: tuple[int, bytes, int] | None = None
+        self._is_capture = False
 
     @property
     def num_segments(self) -> int:
@@ -40,12 +56,13 @@ class Segments:
     @property
     def has_adapters(self) -> bool:
         """Whether any row has one; if not, `add_lora` launches nothing."""
-        return len(self.seg_slots) > 0
+        return self._is_capture or len(self.seg_slots) > 0
 
     def build(self, slots: Slots) -> None:
         """Group the rows of a step; `slots` holds the slot of every row, 0 for the base."""
         array = np.asarray(slots, dtype=np.int32)
         assert array.ndim == 1 and len(array) <= self.max_tokens
+        self._is_capture = False
         self.num_tokens = len(array)
         order = np.argsort(array, kind="stable").astype(np.int32)
         order = order[array[order] > 0]
@@ -56,11 +73,73 @@ class Segments:
         self.seg_indptr = np.append(starts, np.int32(len(order))).astype(np.int32)
         self.seg_slots = by_slot[starts]
         self._rows = []
+        if self._table is not None:
+            self._write(self._table)
+
+    def bind(self, table: AdapterTable) -> None:
+        """Let `build` write work lists for `table`; allocates the fixed buffers at once."""
+        if self._table is table:
+            return
+        self._table = table
+        self._lists.clear()
+        self._written = None
+        if table.geometry is not None:
+            self._lists_of(True)
+
+    def prepare_capture(self, table: AdapterTable, num_tokens: int, rank: int = 16) -> None:
+        """Empty lists, and launches sized for `num_tokens` rows of distinct adapters of `rank`.
+
+        Call before capturing a graph: `add_lora` then launches although no row has an adapter.
+        Steps with more work than that are walked in turns, steps with less leave early.
+        """
+        assert is_decode(num_tokens) and num_tokens <= self.max_tokens
+        self.build(np.zeros(num_tokens, dtype=np.int32))
+        self.bind(table)
+        self._lists_of(True).expect(num_tokens, rank)
+        self._is_capture = True
+        self._written = None
+
+    def lists(self, table: AdapterTable) -> WorkLists:
+        """Work lists of the current step, written if they are not yet."""
+        self.bind(table)
+        if not self._is_capture:
+            self._write(table)
+        return self._lists_of(is_decode(self.num_tokens))
 
     def rows_by_slot(self, device: torch.device) -> list[tuple[int, torch.Tensor]]:
         """(slot, its row numbers as int64) of every segment: what the torch path walks."""
-        if not self._rows and self.has_adapters:
+        if not self._rows and len(self.seg_slots):
             rows = torch.from_numpy(self.permutation.astype(np.int64)).to(device)
             lengths = np.diff(self.seg_indptr).tolist()
             self._rows = list(zip(self.seg_slots.tolist(), rows.split(lengths), strict=True))
         return self._rows
+
+    def _write(self, table: AdapterTable) -> None:
+        if table.geometry is None:
+            assert not len(self.seg_slots), "rows name slots of an empty table"
+            return
+        key = (
+            table.version,
+            self.seg_slots.tobytes() + self.seg_indptr.tobytes() + self.permutation.tobytes(),
+            self.num_tokens,
+        )
+        if key != self._written:
+            lists = self._lists_of(is_decode(self.num_tokens))
+            lists.update(self.permutation, self.seg_indptr, self.seg_slots, self.num_tokens)
+            self._written = key
+
+    def _lists_of(self, decode: bool) -> WorkLists:
+        lists = self._lists.get(decode)
+        if lists is None:
+            assert self._table is not None
+            lists = WorkLists(self._table, _chip(self.device), self.max_tokens, self.max_rank)
+            if decode:
+                lists.reserve(min(self.max_tokens, DECODE_TOKENS))
+            self._lists[decode] = lists
+        return lists
+
+
+def _chip(device: torch.device) -> Chip:
+    if device.type == "cuda":
+        return chip_of(device.index or 0)
+    return Chip("cpu", 0, 1)

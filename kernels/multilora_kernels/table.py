@@ -105,6 +105,11 @@ class AdapterTable:
         """Rank tiles that all slots together may hold."""
         return self._offsets_cpu.shape[1]
 
+    @property
+    def cell_width(self) -> int:
+        """Entries that one layer has in a cell."""
+        return self._offsets_cpu.shape[2]
+
     def can_hold(self, plan: ImagePlan) -> bool:
         """Whether the cells for `plan` are free."""
         self._settle(plan)

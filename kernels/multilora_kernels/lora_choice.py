@@ -1,0 +1,135 @@
+"""Launch choices of the LoRA kernels: pure functions of shape, tokens and chip.
+
+`choose(group, num_tokens, chip)` looks the shape up in the chip's tuned table and falls back on
+the heuristics below. How K is split never depends on the number of tokens of a decode step, so a
+row's sums have the same order whatever rows stand beside it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from multilora_kernels.launch import Chip, tuned_table
+
+# Steps of at most this many rows use the decode kernels and fixed buffers (CUDA graphs); longer
+# ones are prefill.
+DECODE_TOKENS = 512
+# Rows of one adapter that share a decode tile: the smallest tile of the matrix units.
+DECODE_ROWS = 16
+# Rank tiles that one expand program reads side by side.
+SIDE_BY_SIDE = 4
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """The projections of one launch: d_in, every d_out, and how tiles are cut into chunks."""
+
+    name: str
+    d_in: int
+    d_outs: tuple[int, ...]
+    itemsize: int
+    chunk: int
+
+    @property
+    def key(self) -> str:
+        """Name of this shape in tuned tables."""
+        return f"{self.d_in}>{'+'.join(map(str, self.d_outs))}x{self.itemsize}"
+
+
+@dataclass(frozen=True)
+class LoraChoice:
+    """Tiles, warps and grid of one group. A program's share of K is block_k * k_steps."""
+
+    block_m: int  # rows of a segment tile
+    block_k: int
+    k_steps: int
+    shrink_warps: int
+    shrink_stages: int
+    block_n: int  # columns that one rank tile of an expand program covers
+    expand_warps: int
+    programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
+    pdl: bool
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is for the decode kernels."""
+        return self.block_m == DECODE_ROWS
+
+    @property
+    def span(self) -> int:
+        """Elements of K that one program reduces."""
+        return self.block_k * self.k_steps
+
+    def splits(self, d_in: int) -> int:
+        """Programs that share one rank tile's K."""
+        return -(-d_in // self.span)
+
+
+def is_decode(num_tokens: int) -> bool:
+    """Whether a step of `num_tokens` rows runs the decode kernels."""
+    return num_tokens <= DECODE_TOKENS
+
+
+def choose(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
+    """The launch choice of one group for a step of `num_tokens` rows."""
+    phase = "decode" if is_decode(num_tokens) else f"prefill{_bucket(num_tokens)}"
+    base = _decode(chip) if is_decode(num_tokens) else _prefill(group, num_tokens, chip)
+    tuned = tuned_table(chip, "lora").get(f"{group.key} {phase}", {})
+    return clamp(with_tuned(base, tuned), group)
+
+
+def with_tuned(choice: LoraChoice, tuned: Mapping[str, Any]) -> LoraChoice:
+    """`choice` with the fields that a tuned entry names."""
+    names = {field.name for field in fields(LoraChoice)}
+    return replace(choice, **{name: value for name, value in tuned.items() if name in names})
+
+
+def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
+    """Tiles no larger than the chunks that weights are cut into, nor than the matrices."""
+    block_k = max(16, min(choice.block_k, group.chunk, _power(group.d_in)))
+    k_steps = max(1, min(choice.k_steps, group.chunk // block_k, _power(group.d_in) // block_k))
+    block_n = max(16, min(choice.block_n, group.chunk, _power(max(group.d_outs))))
+    return replace(choice, block_k=block_k, k_steps=k_steps, block_n=block_n)
+
+
+def _power(value: int) -> int:
+    return 1 << max(0, (value - 1).bit_length())
+
+
+def _bucket(num_tokens: int) -> int:
+    """Prefill steps are tuned at 2,048 and 8,192 rows; the nearer on a log scale serves."""
+    return 2048 if num_tokens <= 4096 else 8192
+
+
+def _decode(chip: Chip) -> LoraChoice:
+    """16 x 1024 of A and 4 x 128 x 16 of B per program: 32 and 16 KiB of loads in flight."""
+    return LoraChoice(
+        block_m=DECODE_ROWS,
+        block_k=1024,
+        k_steps=1,
+        shrink_warps=4,
+        shrink_stages=1,
+        block_n=128,
+        expand_warps=4,
+        programs_per_sm=32,
+        pdl=chip.has_pdl,
+    )
+
+
+def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
+    """Row tiles of 64; K split until about two programs a multiprocessor have work."""
+    block_m, block_k = 64, 64
+    row_tiles = -(-num_tokens // block_m)
+    splits = max(1, min(16, 2 * chip.num_sms // row_tiles))
+    k_steps = max(1, _power(group.d_in // splits) // block_k)
+    return LoraChoice(
+        block_m=block_m,
+        block_k=block_k,
+        k_steps=k_steps,
+        shrink_warps=4,
+        shrink_stages=3,
+        block_n=128,
+        expand_warps=4,
+        programs_per_sm=32,
+        pdl=chip.has_pdl,
+    )

@@ -1,0 +1,276 @@
+"""sgmv_shrink: h[t] = A_s x[t] for the slot s of every row t, in partial sums.
+
+    x       [T, d_in]         bf16 | fp16 | fp32
+    weights flat pool         same dtype; A in tiles of [16 or 8 ranks][chunk] (see `layout`)
+    planes  [plane_rows, splits, 16] in decode, [splits, plane_rows, 16] in prefill, fp32, written
+
+A plane row is one row of one rank tile; each of `splits` programs reduces its own span of K and
+writes its own plane, so there is nothing to clear and nothing is added atomically. `sgmv_expand`
+adds the planes in order. Ranks beyond a tile's width come out as zero.
+
+Decode: one program per rank tile and span, by a vector path for segments of one row and by 16-row
+matrix tiles for shared ones. Prefill: one program per 64 rows and span, for up to four rank tiles
+of any modules of the group, so x is read once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.lora_choice import SIDE_BY_SIDE
+from multilora_kernels.table import AdapterTable, PlacedBlock
+from multilora_kernels.work_lists import GroupLists, WorkLists
+
+_DOT_K = 256
+
+
+@triton.jit
+def _tile_offsets(entry, chunk, d_in, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """(first element, ranks stored, length of a row) of one A block."""
+    element = tl.multiple_of(entry & -16, 16)
+    width = 16 - (entry & 1).to(tl.int32) * 8
+    length = tl.minimum(CHUNK, d_in - chunk * CHUNK)
+    if ALIGNED:
+        length = tl.multiple_of(length, 8)
+    return element, width, length
+
+
+@triton.jit(do_not_specialize=["layer_start"])
+def shrink_decode_kernel(
+    x_ptr,
+    weights_ptr,
+    planes_ptr,
+    offsets_ptr,
+    tiles_ptr,
+    rows_ptr,
+    counts_ptr,
+    layer_start,
+    d_in,
+    stride_xm,
+    CELL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    DOT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if PDL:
+        # At the very start: the expand programs load their weights while this kernel runs.
+        tl.extra.cuda.gdc_launch_dependents()
+    SPAN: tl.constexpr = BLOCK_K * K_STEPS
+    unit = tl.program_id(0)
+    stride = tl.num_programs(0)
+    # The record of the next unit is loaded before it is known whether there is one (the lists are
+    # longer than any grid): one level less of dependent loads.
+    tile = tiles_ptr + (unit // SPLIT_K) * 4
+    cell = tl.load(tile)
+    start = tl.load(tile + 1)
+    num_rows = tl.load(tile + 2)
+    plane = tl.load(tile + 3)
+    total = tl.load(counts_ptr) * SPLIT_K
+    r = tl.arange(0, 16)
+    while unit < total:
+        split = unit % SPLIT_K
+        k_start = split * SPAN
+        chunk = k_start // CHUNK
+        entry = tl.load(offsets_ptr + layer_start + cell * CELL + chunk)
+        if entry >= 0:
+            element, width, length = _tile_offsets(entry, chunk, d_in, CHUNK, ALIGNED)
+            a_ptr = weights_ptr + element + (k_start - chunk * CHUNK)
+            out = planes_ptr + (plane.to(tl.int64) * SPLIT_K + split) * 16
+            if num_rows == 1:
+                token = tl.load(rows_ptr + start).to(tl.int64)
+                x_row = x_ptr + token * stride_xm + k_start
+                h = tl.zeros([16], dtype=tl.float32)
+                for i in tl.static_range(K_STEPS):
+                    k = i * BLOCK_K + tl.arange(0, BLOCK_K)
+                    a_mask = (r < width)[:, None]
+                    if EVEN_K:
+                        a = tl.load(a_ptr + r[:, None] * length + k[None, :], mask=a_mask, other=0)
+                        x = tl.load(x_row + k)
+                    else:
+                        k_mask = k < d_in - k_start
+                        a = tl.load(
+                            a_ptr + r[:, None] * length + k[None, :],
+                            mask=a_mask & k_mask[None, :], other=0,
+                        )  # fmt: skip
+                        x = tl.load(x_row + k, mask=k_mask, other=0)
+                    h += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                tl.store(out + r, h)
+            else:
+                m = tl.arange(0, BLOCK_M)
+                m_mask = m < num_rows
+                token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
+                x_rows = x_ptr + token * stride_xm + k_start
+                acc = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
+                for k0 in tl.static_range(0, SPAN, DOT_K):
+                    k = k0 + tl.arange(0, DOT_K)
+                    k_mask = k < d_in - k_start
+                    a = tl.load(
+                        a_ptr + r[:, None] * length + k[None, :],
+                        mask=(r < width)[:, None] & k_mask[None, :], other=0,
+                    )  # fmt: skip
+                    x = tl.load(
+                        x_rows[:, None] + k[None, :],
+                        mask=m_mask[:, None] & k_mask[None, :], other=0,
+                    )  # fmt: skip
+                    acc = tl.dot(
+                        x.to(COMPUTE), tl.trans(a.to(COMPUTE)), acc, input_precision=PRECISION
+                    )
+                target = out + m[:, None] * (SPLIT_K * 16) + r[None, :]
+                tl.store(target, acc, mask=m_mask[:, None])
+        unit += stride
+        tile = tiles_ptr + (unit // SPLIT_K) * 4
+        is_listed = unit < total
+        cell = tl.load(tile, mask=is_listed, other=0)
+        start = tl.load(tile + 1, mask=is_listed, other=0)
+        num_rows = tl.load(tile + 2, mask=is_listed, other=0)
+        plane = tl.load(tile + 3, mask=is_listed, other=0)
+
+
+@triton.jit(do_not_specialize=["layer_start", "plane_rows"])
+def shrink_prefill_kernel(
+    x_ptr,
+    weights_ptr,
+    planes_ptr,
+    offsets_ptr,
+    tiles_ptr,
+    bands_ptr,
+    rows_ptr,
+    layer_start,
+    d_in,
+    stride_xm,
+    plane_rows,
+    CELL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BAND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    SPAN: tl.constexpr = BLOCK_K * K_STEPS
+    band = bands_ptr + (tl.program_id(0) // SPLIT_K) * 8
+    split = tl.program_id(0) % SPLIT_K
+    first = tl.load(band)
+    num_tiles = tl.load(band + 1)
+    start = tl.load(band + 2)
+    num_rows = tl.load(band + 3)
+    plane = tl.load(band + 4)
+    k_start = split * SPAN
+    chunk = k_start // CHUNK
+    length = tl.minimum(CHUNK, d_in - chunk * CHUNK)
+    if ALIGNED:
+        length = tl.multiple_of(length, 8)
+    column = tl.arange(0, BAND * 16)
+    side = column // 16
+    r = column % 16
+    entry = tl.full([BAND * 16], -1, tl.int64)
+    for i in tl.static_range(BAND):
+        cell = tl.load(tiles_ptr + (first + i) * 4, mask=i < num_tiles, other=0)
+        found = tl.load(
+            offsets_ptr + layer_start + cell * CELL + chunk, mask=i < num_tiles, other=-1
+        )
+        entry = tl.where(side == i, found, entry)
+    a_mask = (entry >= 0) & (r < 16 - (entry & 1).to(tl.int32) * 8)
+    a_rows = (entry & -16) + r * length + (k_start - chunk * CHUNK)
+    if ALIGNED:
+        a_rows = tl.multiple_of(a_rows, 8)
+    m = tl.arange(0, BLOCK_M)
+    m_mask = m < num_rows
+    token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
+    x_rows = x_ptr + token * stride_xm + k_start
+    acc = tl.zeros([BLOCK_M, BAND * 16], dtype=tl.float32)
+    for step in range(K_STEPS):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        k_mask = k < d_in - k_start
+        a = tl.load(
+            weights_ptr + a_rows[:, None] + k[None, :],
+            mask=a_mask[:, None] & k_mask[None, :], other=0,
+        )  # fmt: skip
+        x = tl.load(x_rows[:, None] + k[None, :], mask=m_mask[:, None] & k_mask[None, :], other=0)
+        acc = tl.dot(x.to(COMPUTE), tl.trans(a.to(COMPUTE)), acc, input_precision=PRECISION)
+    plane_row = split.to(tl.int64) * plane_rows + plane + side[None, :] * num_rows + m[:, None]
+    is_live = m_mask[:, None] & (side < num_tiles)[None, :]
+    tl.store(planes_ptr + plane_row * 16 + r[None, :], acc, mask=is_live)
+
+
+def compute_dtype(dtype: torch.dtype) -> tl.dtype:
+    """What matrix tiles are multiplied in; Triton's interpreter cannot multiply bf16."""
+    if dtype == torch.float32 or triton.knobs.runtime.interpret:
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def sgmv_shrink(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    table: AdapterTable,
+    lists: WorkLists,
+    group: GroupLists,
+    layer: int,
+) -> torch.Tensor:
+    """Launch the shrink of one group; returns the planes that `sgmv_expand` reads."""
+    choice, shape = group.choice, group.shape
+    assert x.dtype == weights.dtype and x.shape[1] == shape.d_in and x.stride(1) == 1
+    splits = choice.splits(shape.d_in)
+    planes = lists.planes(group.plane_rows, splits)
+    layer_start = layer * table.num_cells * table.cell_width
+    constants = {
+        "CELL": table.cell_width,
+        "CHUNK": shape.chunk,
+        "BLOCK_M": choice.block_m,
+        "BLOCK_K": choice.block_k,
+        "K_STEPS": choice.k_steps,
+        "SPLIT_K": splits,
+        "ALIGNED": shape.d_in % 8 == 0,
+        "PDL": choice.pdl,
+        "COMPUTE": compute_dtype(x.dtype),
+        "PRECISION": "ieee",
+        "num_warps": choice.shrink_warps,
+        "num_stages": choice.shrink_stages,
+    }
+    if choice.is_decode:
+        cap = choice.programs_per_sm * lists.chip.num_sms
+        grid = (max(1, min(group.num_tiles * splits, cap)),)
+        shrink_decode_kernel[grid](
+            x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
+            layer_start, shape.d_in, x.stride(0),
+            DOT_K=min(_DOT_K, choice.span), EVEN_K=shape.d_in % choice.block_k == 0, **constants,
+        )  # fmt: skip
+    else:
+        shrink_prefill_kernel[(group.num_bands * splits,)](
+            x, weights, planes, table.offsets, group.tiles, group.bands, lists.rows,
+            layer_start, shape.d_in, x.stride(0), group.plane_rows,
+            BAND=SIDE_BY_SIDE, **constants,
+        )  # fmt: skip
+    return planes
+
+
+def sgmv_shrink_ref(
+    x_rows: torch.Tensor, weights: torch.Tensor, placed: tuple[PlacedBlock, ...]
+) -> dict[int, torch.Tensor]:
+    """A x of one adapter's rows in torch: fp32 [rows, tile width] by the tile's first rank."""
+    shrunk: dict[int, torch.Tensor] = {}
+    for place in placed:
+        block = place.block
+        if block.matrix != "a":
+            continue
+        shape, strides = (block.rank_width, block.length), (block.length, 1)
+        a = weights.as_strided(shape, strides, place.element).float()
+        part = x_rows[:, block.start : block.start + block.length] @ a.T
+        before = shrunk.get(block.rank_start)
+        shrunk[block.rank_start] = part if before is None else before + part
+    return shrunk

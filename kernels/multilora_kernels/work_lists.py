@@ -1,0 +1,387 @@
+"""Work lists of the LoRA kernels: what every program of a step does, in fixed device buffers.
+
+From the step's segments the host lists *runs* (one per segment and module, 16 integers); one small
+kernel writes them out, in place, as
+
+    tiles  int32 [.., 4]   cell, first row in `rows`, number of rows, first row in the planes
+    tasks  int32 [.., 8]   first tile, tiles, first column of the module, the module's column in y,
+                           first row, number of rows, first plane row, the module's d_out
+    bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
+                           first row, number of rows, first plane row, 0, 0, 0
+    counts int32 [4, 4]    tiles, tasks and bands of every group
+    rows   int32 [tokens]  row numbers sorted by slot
+
+with the tiles of a segment in a row, so its tile t begins at plane row `first + t * rows`. Nothing
+here depends on the layer: the same lists serve all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.launch import Chip
+from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS
+from multilora_kernels.lora_choice import SIDE_BY_SIDE, GroupShape, LoraChoice, choose
+from multilora_kernels.staging import Staging
+from multilora_kernels.table import AdapterTable
+
+RUN_FIELDS = 16
+_WRITE = 32  # list entries that the writing kernel stores at a time
+_COPY = 1024
+
+IntArray = npt.NDArray[np.int32]
+
+
+@triton.jit(do_not_specialize=["num_runs", "num_rows"])
+def write_lists_kernel(
+    runs_ptr,
+    cells_ptr,
+    source_rows_ptr,
+    source_counts_ptr,
+    tiles_ptr,
+    tasks_ptr,
+    bands_ptr,
+    rows_ptr,
+    counts_ptr,
+    num_runs,
+    num_rows,
+    RUN_FIELDS: tl.constexpr,
+    BAND: tl.constexpr,
+    WRITE: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program >= num_runs:
+        _copy_rows(
+            source_rows_ptr, source_counts_ptr, rows_ptr, counts_ptr, program - num_runs, num_rows,
+            COPY,
+        )  # fmt: skip
+    else:
+        run = runs_ptr + program * RUN_FIELDS
+        first_tile = tl.load(run + 1)
+        num_tiles = tl.load(run + 2)
+        start = tl.load(run + 4)
+        rows = tl.load(run + 5)
+        plane = tl.load(run + 6)
+        index = tl.arange(0, WRITE)
+        tile_out = tiles_ptr + tl.load(run + 0) * 4
+        cell_in = cells_ptr + tl.load(run + 3)
+        for i in range(0, num_tiles, WRITE):
+            at = i + index
+            mask = at < num_tiles
+            tl.store(tile_out + at * 4, tl.load(cell_in + at, mask=mask), mask=mask)
+            tl.store(tile_out + at * 4 + 1, at * 0 + start, mask=mask)
+            tl.store(tile_out + at * 4 + 2, at * 0 + rows, mask=mask)
+            tl.store(tile_out + at * 4 + 3, plane + at * rows, mask=mask)
+        task_out = tasks_ptr + tl.load(run + 7) * 8
+        num_tasks = tl.load(run + 8)
+        columns = tl.load(run + 9)
+        y_column = tl.load(run + 10)
+        d_out = tl.load(run + 11)
+        for i in range(0, num_tasks, WRITE):
+            at = i + index
+            mask = at < num_tasks
+            tl.store(task_out + at * 8, at * 0 + first_tile, mask=mask)
+            tl.store(task_out + at * 8 + 1, at * 0 + num_tiles, mask=mask)
+            tl.store(task_out + at * 8 + 2, at * columns, mask=mask)
+            tl.store(task_out + at * 8 + 3, at * 0 + y_column, mask=mask)
+            tl.store(task_out + at * 8 + 4, at * 0 + start, mask=mask)
+            tl.store(task_out + at * 8 + 5, at * 0 + rows, mask=mask)
+            tl.store(task_out + at * 8 + 6, at * 0 + plane, mask=mask)
+            tl.store(task_out + at * 8 + 7, at * 0 + d_out, mask=mask)
+        band_out = bands_ptr + tl.load(run + 12) * 8
+        num_bands = tl.load(run + 13)
+        band_tiles = tl.load(run + 14)
+        for i in range(0, num_bands, WRITE):
+            at = i + index
+            mask = at < num_bands
+            first = at * BAND
+            tl.store(band_out + at * 8, first_tile + first, mask=mask)
+            tl.store(band_out + at * 8 + 1, tl.minimum(BAND, band_tiles - first), mask=mask)
+            tl.store(band_out + at * 8 + 2, at * 0 + start, mask=mask)
+            tl.store(band_out + at * 8 + 3, at * 0 + rows, mask=mask)
+            tl.store(band_out + at * 8 + 4, plane + first * rows, mask=mask)
+
+
+@triton.jit
+def _copy_rows(
+    source_rows_ptr, source_counts_ptr, rows_ptr, counts_ptr, block, num_rows, COPY: tl.constexpr
+):
+    at = block * COPY + tl.arange(0, COPY)
+    tl.store(rows_ptr + at, tl.load(source_rows_ptr + at, mask=at < num_rows), mask=at < num_rows)
+    if block == 0:
+        index = tl.arange(0, 16)
+        tl.store(counts_ptr + index, tl.load(source_counts_ptr + index))
+
+
+@dataclass(frozen=True)
+class GroupLists:
+    """One group's part of the lists, and how the kernels that walk them are launched."""
+
+    index: int
+    shape: GroupShape
+    choice: LoraChoice
+    tiles: torch.Tensor
+    tasks: torch.Tensor
+    bands: torch.Tensor
+    counts: torch.Tensor
+    num_tiles: int  # of this step, or of the step that a graph is captured for
+    num_tasks: int
+    num_bands: int
+    plane_rows: int
+
+
+@dataclass(frozen=True)
+class _Capacity:
+    """Entries that one group's regions of the buffers hold."""
+
+    tiles: int
+    tasks: int
+    bands: int
+
+    def covers(self, other: "_Capacity") -> bool:
+        return self.tiles >= other.tiles and self.tasks >= other.tasks and self.bands >= other.bands
+
+
+def group_shapes(table: AdapterTable) -> dict[str, GroupShape]:
+    """The launch groups whose modules the table knows."""
+    geometry = table.geometry
+    assert geometry is not None, "the table is empty"
+    shapes = {}
+    for name, modules in GROUPS.items():
+        if all(module in table.shapes for module in modules):
+            d_outs = tuple(table.shapes[module][1] for module in modules)
+            d_in = table.shapes[modules[0]][0]
+            shapes[name] = GroupShape(name, d_in, d_outs, geometry.itemsize, geometry.chunk)
+    return shapes
+
+
+def cut(indptr: IntArray, slots: IntArray, block_m: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Segments cut into pieces of at most `block_m` rows: (slot, first row, rows) of each."""
+    lengths = np.diff(indptr)
+    pieces = -(-lengths // block_m)
+    owner = np.repeat(np.arange(len(slots)), pieces)
+    ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = indptr[:-1][owner] + ordinal * block_m
+    rows = np.minimum(block_m, indptr[1:][owner] - start)
+    return slots[owner], start.astype(np.int32), rows.astype(np.int32)
+
+
+def _before(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Sum of all earlier entries, flat."""
+    flat = values.reshape(-1).astype(np.int64)
+    return np.cumsum(flat) - flat
+
+
+@dataclass(frozen=True)
+class _GroupRuns:
+    """Runs of one group before its regions have a place: columns as in the module docstring."""
+
+    runs: npt.NDArray[np.int64]
+    cells: IntArray
+    num_tiles: int
+    num_tasks: int
+    num_bands: int
+    plane_rows: int
+
+
+def list_runs(
+    table: AdapterTable,
+    shape: GroupShape,
+    choice: LoraChoice,
+    pieces: tuple[IntArray, IntArray, IntArray],
+) -> _GroupRuns:
+    """The runs of one group for the given pieces of segments."""
+    slots, start, rows = pieces
+    modules = [MODULES.index(module) for module in GROUPS[shape.name]]
+    tiles = table.tiles[slots][:, modules]
+    widest = int(tiles.max(initial=0))
+    cells = table.cells[slots][:, modules, :widest]
+    cells = cells[np.arange(widest) < tiles[:, :, None]]
+
+    flat = tiles.reshape(-1).astype(np.int64)
+    first_tile = _before(tiles)
+    side = np.minimum(SIDE_BY_SIDE, 1 << np.ceil(np.log2(np.maximum(flat, 1))).astype(np.int64))
+    pieces_wide = SIDE_BY_SIDE // side if choice.is_decode else np.ones_like(side)
+    columns = pieces_wide * choice.block_n
+    d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
+    y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
+    num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
+    plane_rows = tiles * rows[:, None]
+    seg_tiles = tiles.sum(axis=1)
+    seg_bands = -(-seg_tiles // SIDE_BY_SIDE)
+    # The first module that a segment has writes the bands of the whole segment.
+    is_first = (tiles > 0) & (np.cumsum(tiles, axis=1) == tiles)
+    bands = np.where(is_first, seg_bands[:, None], 0).reshape(-1)
+    run = np.stack(
+        [
+            first_tile,
+            first_tile,
+            flat,
+            first_tile,
+            np.repeat(start, len(modules)),
+            np.repeat(rows, len(modules)),
+            _before(plane_rows),
+            _before(num_tasks),
+            num_tasks,
+            columns,
+            y_column,
+            d_out,
+            _before(bands),
+            bands,
+            np.repeat(seg_tiles, len(modules)),
+            flat * 0,
+        ],
+        axis=1,
+    )
+    totals = (flat.sum(), num_tasks.sum(), bands.sum(), plane_rows.sum())
+    return _GroupRuns(run[flat > 0], cells.astype(np.int32), *(int(total) for total in totals))
+
+
+class WorkLists:
+    """The lists of one table for steps of one kind, in buffers that never move once captured."""
+
+    def __init__(self, table: AdapterTable, chip: Chip, max_tokens: int, max_rank: int) -> None:
+        self.table = table
+        self.chip = chip
+        self.shapes: Mapping[str, GroupShape] = group_shapes(table)
+        self.max_tokens = max_tokens
+        self.max_tiles = -(-max_rank // TILE_RANKS)
+        self.groups: dict[str, GroupLists] = {}
+        self._staging = Staging(table.device)
+        self._upload = torch.empty(0, dtype=torch.int32, device=table.device)
+        self._capacity: dict[str, _Capacity] = {}
+        self._counts = torch.zeros(4, 4, dtype=torch.int32, device=table.device)
+        self.rows = torch.zeros(max(1, max_tokens), dtype=torch.int32, device=table.device)
+        self._planes = torch.empty(0, dtype=torch.float32, device=table.device)
+
+    def reserve(self, max_tokens: int) -> None:
+        """Allocate for any step of up to `max_tokens` rows, once, so that graphs may be captured."""
+        wanted = {}
+        planes = 0
+        for name, shape in self.shapes.items():
+            choice = choose(shape, max_tokens, self.chip)
+            tiles = max_tokens * len(shape.d_outs) * self.max_tiles
+            tasks = sum(-(-d_out // choice.block_n) for d_out in shape.d_outs)
+            wanted[name] = _Capacity(tiles, max_tokens * tasks, -(-tiles // SIDE_BY_SIDE))
+            planes = max(planes, tiles * choice.splits(shape.d_in))
+        self._grow(wanted, planes)
+
+    def planes(self, num_rows: int, splits: int) -> torch.Tensor:
+        """Flat fp32 scratch for `num_rows` x `splits` partial sums of 16 ranks."""
+        needed = num_rows * splits * TILE_RANKS
+        if self._planes.numel() < needed:
+            self._planes = torch.empty(needed, dtype=torch.float32, device=self.table.device)
+        return self._planes
+
+    def expect(self, num_tokens: int, rank: int) -> None:
+        """Size the coming launches for `num_tokens` rows of as many adapters of `rank`.
+
+        For graph capture: the lists are left empty, and a replay walks what it then finds.
+        """
+        self.update(np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32), num_tokens)
+        tiles = -(-rank // TILE_RANKS)
+        for name, group in self.groups.items():
+            assert group.choice.is_decode, f"{num_tokens} tokens are prefill: no graph"
+            side = SIDE_BY_SIDE // min(SIDE_BY_SIDE, 1 << (tiles - 1).bit_length())
+            columns = side * group.choice.block_n
+            tasks = sum(-(-d_out // columns) for d_out in group.shape.d_outs)
+            self.groups[name] = replace(
+                group,
+                num_tiles=num_tokens * tiles * len(group.shape.d_outs),
+                num_tasks=num_tokens * tasks,
+            )
+
+    def _grow(self, wanted: Mapping[str, _Capacity], plane_rows: int) -> None:
+        device = self.table.device
+        if not all(
+            name in self._capacity and self._capacity[name].covers(need)
+            for name, need in wanted.items()
+        ):
+            self._capacity = dict(wanted)
+            caps = list(wanted.values())
+            self._tiles = torch.zeros(
+                sum(c.tiles for c in caps) + 1, 4, dtype=torch.int32, device=device
+            )
+            self._tasks = torch.zeros(
+                sum(c.tasks for c in caps) + 1, 8, dtype=torch.int32, device=device
+            )
+            self._bands = torch.zeros(
+                sum(c.bands for c in caps) + 1, 8, dtype=torch.int32, device=device
+            )
+        self.planes(plane_rows, 1)
+
+    def update(
+        self, permutation: IntArray, indptr: IntArray, slots: IntArray, num_tokens: int
+    ) -> None:
+        """Write the lists of a step, in stream order."""
+        choices = {n: choose(shape, num_tokens, self.chip) for n, shape in self.shapes.items()}
+        found = {}
+        for name, shape in self.shapes.items():
+            pieces = cut(indptr, slots, choices[name].block_m)
+            found[name] = list_runs(self.table, shape, choices[name], pieces)
+        self._grow(
+            {n: _Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()}, 0
+        )
+        self._set_groups(choices, found)
+        self._write(found, permutation)
+
+    def _set_groups(
+        self, choices: Mapping[str, LoraChoice], found: Mapping[str, _GroupRuns]
+    ) -> None:
+        base = _Capacity(0, 0, 0)
+        for index, (name, runs) in enumerate(found.items()):
+            size = self._capacity[name]
+            self.groups[name] = GroupLists(
+                index,
+                self.shapes[name],
+                choices[name],
+                self._tiles[base.tiles : base.tiles + size.tiles + 1],
+                self._tasks[base.tasks : base.tasks + size.tasks + 1],
+                self._bands[base.bands : base.bands + size.bands + 1],
+                self._counts[index],
+                runs.num_tiles,
+                runs.num_tasks,
+                runs.num_bands,
+                runs.plane_rows,
+            )
+            runs.runs[:, 0] += base.tiles
+            runs.runs[:, 7] += base.tasks
+            runs.runs[:, 12] += base.bands
+            base = _Capacity(
+                base.tiles + size.tiles, base.tasks + size.tasks, base.bands + size.bands
+            )
+
+    def _write(self, found: Mapping[str, _GroupRuns], permutation: IntArray) -> None:
+        """One upload, one launch."""
+        counts = np.zeros((4, 4), dtype=np.int32)
+        cells_before = 0
+        for index, runs in enumerate(found.values()):
+            counts[index, :3] = (runs.num_tiles, runs.num_tasks, runs.num_bands)
+            runs.runs[:, 3] += cells_before
+            cells_before += len(runs.cells)
+        runs_flat = np.concatenate([runs.runs for runs in found.values()]).astype(np.int32)
+        cells = np.concatenate([runs.cells for runs in found.values()])
+        # Every part begins at a multiple of 16 bytes, as Triton takes pointers to do.
+        rows = np.pad(permutation, (0, -len(permutation) % 4))
+        parts = [counts.reshape(-1), runs_flat.reshape(-1), rows, cells]
+        packed = np.concatenate(parts)
+        if self._upload.numel() < len(packed):
+            size = 1 << (len(packed) - 1).bit_length()
+            self._upload = torch.empty(size, dtype=torch.int32, device=self.table.device)
+        upload = self._upload[: len(packed)]
+        self._staging.upload(upload, packed)
+        sizes = [len(part) for part in parts]
+        source_counts, source_runs, source_rows, source_cells = upload.split(sizes)
+        grid = (len(runs_flat) + max(1, -(-len(permutation) // _COPY)),)
+        write_lists_kernel[grid](
+            source_runs, source_cells, source_rows, source_counts,
+            self._tiles, self._tasks, self._bands, self.rows, self._counts,
+            len(runs_flat), len(permutation),
+            RUN_FIELDS=RUN_FIELDS, BAND=SIDE_BY_SIDE, WRITE=_WRITE, COPY=_COPY, num_warps=1,
+        )  # fmt: skip

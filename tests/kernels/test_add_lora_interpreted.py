@@ -1,0 +1,95 @@
+"""The LoRA kernels under Triton's interpreter, on the smallest pages and odd sizes."""
+
+import pytest
+import torch
+from lora_cases import SHAPES, check, inputs, run, small_fleet
+
+from multilora_kernels import lora_choice
+from multilora_kernels.add_lora import add_lora
+from multilora_kernels.layout import GROUPS
+from multilora_kernels.segments import Segments
+from multilora_kernels.testing import Fleet
+
+pytestmark = pytest.mark.interpreter
+SLOTS = [0, 3, 11, 3, 1, 7, 2, 0, 4, 5, 6, 8, 9, 10, 3, 11]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Fleet:
+    return small_fleet(torch.float32, seed=1)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_decode_reaches_fp64_for_every_rank_and_shared_segments(fleet: Fleet, group: str) -> None:
+    check(fleet, SLOTS, group, 5, range(2))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_prefill_reaches_fp64(fleet: Fleet, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_choice, "DECODE_TOKENS", 8)
+    check(fleet, SLOTS + [3] * 70 + [6] * 3, group, 6, [1])
+
+
+def test_half_precision(fleet: Fleet) -> None:
+    check(small_fleet(torch.float16, seed=3), SLOTS, "qkv", 7, [0])
+
+
+def test_a_segment_of_more_rows_than_a_tile_is_cut(fleet: Fleet) -> None:
+    check(fleet, [4] * 19 + [7] * 2 + [0], "down", 8, [1])
+
+
+def test_a_nan_adapter_leaves_other_rows_bit_identical() -> None:
+    fleet = small_fleet(torch.float32, seed=2)
+    slots = [3, 1, 0, 3, 4]
+    x, y = inputs(fleet, len(slots), "qkv", 1)
+    spoiled = y.clone()
+    run(fleet, x, y, slots, "qkv")
+    for layer in range(2):
+        for place in fleet.table.blocks(3, layer, "q_proj"):
+            size = place.block.rank_width * place.block.length
+            fleet.pool.view(-1).view(torch.float32)[place.element :][:size] = torch.nan
+    run(fleet, x, spoiled, slots, "qkv")
+    assert torch.isnan(spoiled[[0, 3], : SHAPES["q_proj"][1]]).all()
+    assert torch.equal(spoiled[[1, 2, 4]], y[[1, 2, 4]])
+
+
+def test_buffers_are_written_in_place_and_follow_every_build(fleet: Fleet) -> None:
+    """What a captured graph relies on: same buffers, other rows, no stale entry (CASES: replay)."""
+    segments = Segments(16, "cpu")
+    segments.prepare_capture(fleet.table, 6)
+    lists = segments.lists(fleet.table)
+    sizes = {name: (group.num_tiles, group.num_tasks) for name, group in lists.groups.items()}
+    assert sizes["qkv"] == (18, 18) and sizes["down"] == (6, 6)
+    buffers = [
+        lists.groups["qkv"].tiles.data_ptr(),
+        lists.rows.data_ptr(),
+        lists._planes.data_ptr(),
+    ]
+    captured = lists.groups["qkv"]
+    x, y = inputs(fleet, 6, "qkv", 3)
+    before = y.clone()
+    add_lora(y, x, fleet.pool, fleet.table, segments, 0, "qkv")
+    assert torch.equal(y, before)
+    for slots in ([7, 6, 6, 5, 0, 1], [0, 0, 0, 2, 0, 0], [0] * 6):
+        segments.build(slots)
+        assert segments.lists(fleet.table) is lists
+        again = lists.groups["qkv"]
+        assert [again.tiles.data_ptr(), lists.rows.data_ptr(), lists._planes.data_ptr()] == buffers
+        # Replay: the launch sizes of the capture, the contents of this build.
+        lists.groups["qkv"] = captured
+        y, expected = before.clone(), before.clone()
+        segments._is_capture = True
+        add_lora(y, x, fleet.pool, fleet.table, segments, 0, "qkv")
+        run(fleet, x, expected, slots, "qkv", [0])
+        assert torch.equal(y, expected)
+
+
+def test_building_the_same_rows_again_writes_nothing(fleet: Fleet) -> None:
+    segments = Segments(4, "cpu")
+    segments.build([1, 2, 0, 1])
+    lists = segments.lists(fleet.table)
+    lists.rows.fill_(-7)
+    segments.build([1, 2, 0, 1])
+    assert segments.lists(fleet.table).rows[0] == -7
+    segments.build([1, 2, 0, 2])
+    assert segments.lists(fleet.table).rows[:3].tolist() == [0, 1, 3]
