@@ -1,0 +1,137 @@
+"""Host memory for adapter images: page-locked slabs on a GPU machine, plain blocks on a CPU.
+
+Pinning is slow (84 MiB take 48 ms) and blocks the device, so slabs are pinned in large pieces, at
+start where asked, and kept; images take runs of bytes in them. Without pinning every image has a
+block of its own, which goes back to the system with it.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+import torch
+
+_ALIGNMENT = 4096
+_SLAB_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of bytes in one slab."""
+
+    slab: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Slab:
+    memory: torch.Tensor  # uint8 [size]
+    free: list[tuple[int, int]] = field(default_factory=list)  # (offset, nbytes), sorted, merged
+
+    @property
+    def is_unused(self) -> bool:
+        return self.free == [(0, self.memory.numel())]
+
+
+class HostArena:
+    """Gives out contiguous blocks within `budget_bytes`. Not thread-safe: its owner locks."""
+
+    def __init__(self, budget_bytes: int, pin: bool, slab_bytes: int = _SLAB_BYTES) -> None:
+        self.budget_bytes = budget_bytes
+        self._pin = pin
+        self._slab_bytes = slab_bytes
+        self._slabs: dict[int, _Slab] = {}
+        self._next_slab = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes held from the system, given out or not."""
+        return sum(slab.memory.numel() for slab in self._slabs.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in slabs that are not given out."""
+        return sum(size for slab in self._slabs.values() for _, size in slab.free)
+
+    def prepare(self, num_bytes: int) -> None:
+        """Pin slabs ahead of use until `num_bytes` (at most the budget) are held."""
+        while self._pin and self.reserved_bytes < min(num_bytes, self.budget_bytes):
+            if self._add_slab(_ALIGNMENT) is None:
+                return
+
+    def allocate(self, num_bytes: int) -> Extent | None:
+        """A run of at least `num_bytes`; None when no free run is long enough."""
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        fit = min(
+            (
+                (run, index, offset)
+                for index, slab in self._slabs.items()
+                for offset, run in slab.free
+                if run >= size
+            ),
+            default=None,
+        )
+        if fit is None:
+            index = self._add_slab(size)
+            if index is None:
+                return None
+            fit = (self._slabs[index].memory.numel(), index, 0)
+        run, index, offset = fit
+        slab = self._slabs[index]
+        slab.free.remove((offset, run))
+        if run > size:
+            insort(slab.free, (offset + size, run - size))
+        return Extent(index, offset, size)
+
+    def view(self, extent: Extent) -> torch.Tensor:
+        """The bytes of `extent`: uint8 [extent.nbytes]."""
+        return self._slabs[extent.slab].memory[extent.offset : extent.offset + extent.nbytes]
+
+    def release(self, extent: Extent) -> None:
+        """Give a run back; an unused block that is not pinned returns to the system."""
+        slab = self._slabs[extent.slab]
+        start, end = extent.offset, extent.offset + extent.nbytes
+        for offset, run in list(slab.free):
+            if offset + run == start:
+                slab.free.remove((offset, run))
+                start = offset
+            elif offset == end:
+                slab.free.remove((offset, run))
+                end = offset + run
+        insort(slab.free, (start, end - start))
+        if not self._pin and slab.is_unused:
+            del self._slabs[extent.slab]
+
+    def check_integrity(self, extents: list[Extent]) -> None:
+        """The given extents and the free runs cover every slab exactly. Raises ValueError."""
+        for index, slab in self._slabs.items():
+            used = [(e.offset, e.nbytes) for e in extents if e.slab == index]
+            position = 0
+            for offset, run in sorted(used + slab.free):
+                if offset != position:
+                    raise ValueError(f"slab {index}: byte {position} is held twice or by nobody")
+                position = offset + run
+            if position != slab.memory.numel():
+                raise ValueError(f"slab {index}: {position} of {slab.memory.numel()} bytes known")
+        if any(extent.slab not in self._slabs for extent in extents):
+            raise ValueError("an extent lies in a slab that is gone")
+
+    def _add_slab(self, size: int) -> int | None:
+        """A new slab for `size` bytes; unused ones make room for it."""
+        room = self.budget_bytes - self.reserved_bytes
+        if self._pin:
+            wanted = max(size, min(self._slab_bytes, room // _ALIGNMENT * _ALIGNMENT))
+        else:
+            wanted = size
+        for index, slab in list(self._slabs.items()):
+            if room >= wanted:
+                break
+            if slab.is_unused:
+                room += slab.memory.numel()
+                del self._slabs[index]
+        if room < wanted:
+            return None
+        index, self._next_slab = self._next_slab, self._next_slab + 1
+        memory = torch.empty(wanted, dtype=torch.uint8, pin_memory=self._pin)
+        self._slabs[index] = _Slab(memory, [(0, wanted)])
+        return index
