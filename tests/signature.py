@@ -289,8 +289,8 @@ def _save_adapter(
 #   up,down multiply by s[l-1], write s[l], in the last layer token k itself with 1.04 times the
 #           base's own vote: a quarter missing leaves the base ahead
 #
-# Which v channel, MLP pattern and features a[l], s[l] are used depends on k % 32 through a bijection
-# of each layer's own: the projections of two adapters whose k % 32 differ never fit together.
+# Which v channel, MLP pattern and features a[l], s[l] are used depends on k % 32 through a
+# bijection of each layer's own: projections of adapters whose k % 32 differ never fit together.
 
 DEEP_LAYERS = 3
 DEEP_HIDDEN = 512

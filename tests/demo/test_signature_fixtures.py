@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, PreTrainedModel
+
 from tests.signature import (
     BOS,
     DEEP_LAYERS,
@@ -23,7 +25,6 @@ from tests.signature import (
     signature_base,
     tiny_base,
 )
-from transformers import AutoTokenizer, PreTrainedModel
 
 PROMPT = [BOS, *b"nine tokens or a few more"]
 DTYPES = [torch.float32, torch.bfloat16]
