@@ -35,7 +35,56 @@ MAX_PROGRAMS = 8192
 
 
 @triton.jit
-def _combine(
+def _attend_split(
+    q,
+    head_ptr,
+    table_ptr,
+    begin,
+    end,
+    low,
+    page_elements,
+    scale_log2,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Normalised output [BLOCK_G, BLOCK_D] of keys [begin, end) and its log2-sum-exp."""
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        seen = n < end
+        page = tl.load(table_ptr + n // TOKENS, mask=seen, other=0).to(tl.int64)
+        if WINDOWED:
+            seen &= n >= low
+        at = (page * page_elements + (n % TOKENS) * HEAD_DIM)[:, None] + d[None, :]
+        # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
+        mask = seen[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(head_ptr + at, mask=mask, other=0.0)
+        score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
+        score = tl.where(seen[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc, input_precision="ieee")
+        top = new_top
+    # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
+    total = tl.where(total > 0, total, 1.0)
+    return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def _combine_head(
     out_ptr,
     partial_ptr,
     lse_ptr,
@@ -46,6 +95,7 @@ def _combine(
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
+    """Add up the splits of query head g."""
     split = tl.arange(0, MAX_SPLITS)
     used = split < num_splits
     d = tl.arange(0, BLOCK_D)
@@ -57,6 +107,30 @@ def _combine(
     part = tl.load(partial_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
     total = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out_ptr + g * HEAD_DIM + d, total.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    num_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Add up the splits of every query head of a KV head."""
+    if GROUP <= 8:  # unrolled, so that the loads of all heads are in flight together
+        for g in tl.static_range(GROUP):
+            _combine_head(
+                out_ptr, partial_ptr, lse_ptr, num_splits, g, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
+            )
+    else:
+        for g in tl.range(GROUP):
+            _combine_head(
+                out_ptr, partial_ptr, lse_ptr, num_splits, g, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
+            )
 
 
 @triton.jit(do_not_specialize=["lanes", "window"])
@@ -106,50 +180,39 @@ def decode_kernel(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    in_row = (head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
-    q = tl.load(q_ptr + row * stride_qt + in_row, mask=q_mask, other=0.0).to(COMPUTE)
-    head_ptr = pages_ptr + layer_start + head * (TOKENS * HEAD_DIM)
-    table_ptr = page_table_ptr + row * stride_table
+    in_head = g[:, None] * HEAD_DIM + d[None, :]
+    head_start = head * (GROUP * HEAD_DIM)
+    q = tl.load(q_ptr + row * stride_qt + head_start + in_head, mask=q_mask, other=0.0)
+    q = q.to(COMPUTE)
     row_head = row * NUM_KV_HEADS + head
+    out_ptr += row_head * (GROUP * HEAD_DIM)
     partial_ptr += row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
     lse_ptr += row_head * (MAX_SPLITS * GROUP)
-    out_ptr += row * (NUM_KV_HEADS * GROUP * HEAD_DIM)
-
     for split in tl.range(lane, num_splits, lanes, num_stages=1):
         begin = first + split * split_tokens
-        end = tl.minimum(begin + split_tokens, length)
-        top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            n = start + tl.arange(0, BLOCK_N)
-            seen = n < end
-            page = tl.load(table_ptr + n // TOKENS, mask=seen, other=0).to(tl.int64)
-            if WINDOWED:
-                seen &= n >= low
-            at = page * page_elements + (n % TOKENS) * HEAD_DIM
-            kv_mask = seen[:, None] & (d < HEAD_DIM)[None, :]
-            # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
-            k = tl.load(head_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
-            score = tl.where(seen[None, :], score, float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2(score - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(p, 1)
-            v_ptr = head_ptr + NUM_KV_HEADS * TOKENS * HEAD_DIM
-            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=kv_mask, other=0.0)
-            acc = acc * shrink[:, None]
-            acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc, input_precision="ieee")
-            top = new_top
-        # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        part, lse = _attend_split(
+            q,
+            pages_ptr + layer_start + head * (TOKENS * HEAD_DIM),
+            page_table_ptr + row * stride_table,
+            begin,
+            tl.minimum(begin + split_tokens, length),
+            low,
+            page_elements,
+            scale_log2,
+            BLOCK_G,
+            HEAD_DIM,
+            BLOCK_D,
+            NUM_KV_HEADS * TOKENS * HEAD_DIM,
+            TOKENS,
+            BLOCK_N,
+            WINDOWED,
+            COMPUTE,
+        )
         if num_splits == 1:
-            tl.store(out_ptr + in_row, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+            tl.store(out_ptr + in_head, part.to(out_ptr.dtype.element_ty), mask=q_mask)
         else:
-            at_split = (split * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
-            tl.store(partial_ptr + at_split, acc, mask=q_mask)
-            tl.store(lse_ptr + split * GROUP + g, top + tl.log2(total), mask=g < GROUP)
+            tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + in_head, part, mask=q_mask)
+            tl.store(lse_ptr + split * GROUP + g, lse, mask=g < GROUP)
 
     if num_splits > 1:
         tl.debug_barrier()  # every thread's stores before the one thread's release
@@ -157,19 +220,9 @@ def decode_kernel(
         before = tl.atomic_add(arrived_ptr + row_head, mine, sem="acq_rel")
         if before + mine == num_splits:
             tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
-            out_ptr += head * GROUP * HEAD_DIM
-            if GROUP <= 8:  # unrolled, so that the loads of all heads are in flight together
-                for member in tl.static_range(GROUP):
-                    _combine(
-                        out_ptr, partial_ptr, lse_ptr, num_splits, member,
-                        GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                    )  # fmt: skip
-            else:
-                for member in tl.range(GROUP):
-                    _combine(
-                        out_ptr, partial_ptr, lse_ptr, num_splits, member,
-                        GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                    )  # fmt: skip
+            _combine(
+                out_ptr, partial_ptr, lse_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
+            )
 
 
 def decode_key(head_dim: int, group: int, itemsize: int) -> str:

@@ -13,15 +13,12 @@ from tests.kernels.aot import ARCHITECTURES, assert_fits
 SHAPES = [
     (128, 4, torch.bfloat16, False),
     (64, 7, torch.float16, True),
-    (80, 1, torch.bfloat16, False),
+    (80, 20, torch.bfloat16, False),
     (256, 8, torch.bfloat16, True),
     (256, 2, torch.float32, False),
-    (16, 20, torch.bfloat16, False),
 ]
-# Every shape where shared memory is least and where most instructions are new; one elsewhere.
-CASES = [
-    (shape, sm) for shape in SHAPES for sm in ARCHITECTURES if sm in (89, 90) or shape is SHAPES[0]
-]
+# Every shape where shared memory is least, the commonest one everywhere.
+CASES = [(shape, sm) for shape in SHAPES for sm in ARCHITECTURES if sm == 89 or shape is SHAPES[0]]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -49,7 +46,7 @@ def common(head_dim: int, group: int, dtype: torch.dtype, windowed: bool) -> dic
 
 @pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
 def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
-    head_dim, group, dtype, windowed = shape
+    head_dim, group, dtype, _ = shape
     signature = types_of(
         dtype,
         ("q_ptr", "pages_ptr", "out_ptr"),
@@ -65,7 +62,7 @@ def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> 
 
 @pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
 def test_prefill_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
-    head_dim, group, dtype, windowed = shape
+    head_dim, group, dtype, _ = shape
     signature = types_of(
         dtype,
         ("q_ptr", "pages_ptr", "out_ptr"),
@@ -84,7 +81,8 @@ def test_store_kv_compiles(dtype: torch.dtype, sm: int) -> None:
     signature = types_of(
         dtype,
         ("k_ptr", "v_ptr", "pages_ptr"),
-        "slot_mapping_ptr:*i64 stride_kt:i32:16 stride_vt:i32:16 page_elements:i32:16 layer_start:i32:16",
+        "slot_mapping_ptr:*i64 stride_kt:i32:16 stride_vt:i32:16 page_elements:i32:16"
+        " layer_start:i32:16",
     )
     choice = launch_choice(1024)
     warps = choice.pop("num_warps")

@@ -116,7 +116,8 @@ def _with_choice(inputs: Inputs, op: Callable[..., None]) -> Callable[[Mapping[s
         def run(index: int) -> object:
             layer = index % inputs.num_layers
             arguments = (inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE, None, out)
-            return op(*arguments, dict(choice))
+            op(*arguments, dict(choice))
+            return out
 
         return run
 
@@ -197,7 +198,8 @@ def _store_case(tokens: int) -> Case:
 
         def ours(index: int) -> object:
             layer = index % inputs.num_layers
-            return store_kv(k, v, inputs.pool, layer, inputs.num_layers, slots)
+            store_kv(k, v, inputs.pool, layer, inputs.num_layers, slots)
+            return inputs.pool
 
         def indexed(index: int) -> object:
             layer = index % inputs.num_layers

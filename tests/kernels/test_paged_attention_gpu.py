@@ -1,0 +1,163 @@
+"""The attention kernels on a device: fp64, NaN pages, far offsets, repeats, captured graphs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from multilora_kernels.launch import RTX_4090, force_chip
+from multilora_kernels.paged_attention import AttentionBatch, paged_attention
+from multilora_kernels.store_kv import store_kv, store_kv_ref
+from tests.kernels.attention_cases import (
+    TOLERANCE,
+    AttentionCase,
+    attention_case,
+    attention_oracle,
+)
+
+pytestmark = pytest.mark.gpu
+
+DECODES = [(1, n) for n in (1, 15, 16, 17, 255, 256, 257, 300, 1000, 4097, 9000)]
+CHUNKS = [(5, 5), (128, 128), (33, 700), (130, 131), (200, 3000), (1, 64), (64, 64)]
+
+
+@pytest.fixture(params=["own", "rtx-4090"])
+def chip(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This device's launch choices, then those of a card with 99 KB of shared memory."""
+    if request.param == "rtx-4090":
+        force_chip(RTX_4090)
+    yield
+    force_chip(None)
+
+
+def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
+    return paged_attention(
+        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, window
+    )
+
+
+def check(case: AttentionCase, out: torch.Tensor, window: int | None = None) -> None:
+    difference = (out.double() - attention_oracle(case, window)).abs().max()
+    assert difference < TOLERANCE[case.q.dtype]  # NaN fails too
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("window", [None, 1, 100, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_mixed_batch_gpu(dtype: torch.dtype, window: int | None) -> None:
+    case = attention_case(DECODES + CHUNKS, (8, 2), 128, dtype, "cuda")
+    check(case, run(case, window), window)
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_head_dims_gpu(head_dim: int) -> None:
+    lens = [(1, 40), (1, 700), (1, 1), (70, 70), (20, 400)]
+    case = attention_case(lens, (6, 2), head_dim, torch.bfloat16, "cuda")
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (7, 1), (28, 4), (32, 32), (20, 1), (64, 8)], ids=str)
+def test_heads_gpu(heads: tuple[int, int]) -> None:
+    lens = [(1, 40), (1, 700), (70, 70), (20, 400)]
+    case = attention_case(lens, heads, 64, torch.bfloat16, "cuda")
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_rows_alone_and_repeats_are_bit_equal_gpu(window: int | None) -> None:
+    """Ten repeats, and every sequence alone, give the same bits."""
+    case = attention_case(DECODES * 3 + CHUNKS, (32, 8), 128, torch.bfloat16, "cuda")
+    together, start = run(case, window), 0
+    for _ in range(10):
+        assert torch.equal(run(case, window), together)
+    for index, query_len in enumerate(case.query_lens):
+        alone = run(case.row(index), window)
+        assert torch.equal(alone, together[start : start + query_len]), index
+        start += query_len
+
+
+def test_captured_graph_replays_other_lengths_gpu() -> None:
+    """One graph at capacity serves any lengths, an empty padding row included."""
+    lens = [(1, 900), (1, 1), (1, 5000), (1, 17)]
+    case = attention_case(lens, (8, 2), 128, torch.bfloat16, "cuda")
+    fixed = replace(
+        case.batch,
+        seq_lens=case.batch.seq_lens.clone(),
+        page_table=case.batch.page_table.clone(),
+        max_seq_len=16 * case.batch.page_table.shape[1],
+    )
+    captured = replace(case, batch=fixed)
+    run(captured)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(captured)
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [1, 1, 1, 2]):
+        fixed.seq_lens.copy_(case.batch.seq_lens[order])
+        fixed.page_table.copy_(case.batch.page_table[order])
+        graph.replay()
+        now = replace(
+            captured,
+            keys=[case.keys[index] for index in order],
+            values=[case.values[index] for index in order],
+        )
+        check(now, out)
+    fixed.seq_lens.zero_()
+    graph.replay()
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_offsets_past_two_to_the_31_gpu() -> None:
+    """Pages at the end of a pool of 2^31 + 2^28 elements (4.5 GiB of bf16)."""
+    layers, heads, head_dim, lens = 4, 8, 128, [(1, 300), (40, 40)]
+    page_elements = layers * 2 * heads * 16 * head_dim
+    pages = (2**31 + 2**28) // page_elements
+    pool = torch.full((pages, page_elements), float("nan"), dtype=torch.bfloat16, device="cuda")
+    pool = pool.view(torch.uint8)
+    case = attention_case(lens, (32, heads), head_dim, torch.bfloat16, "cuda", spread=1)
+    own = case.pool.shape[0]
+    # attention_case makes two layers; its layer 1 becomes layer 3 of the last pages.
+    wide = pool.view(torch.bfloat16).view(pages, layers, -1)
+    wide[-own:, 3] = case.pool.view(torch.bfloat16).view(own, 2, -1)[:, 1]
+    table = torch.where(case.batch.page_table < own, case.batch.page_table + pages - own, 2**30)
+    moved = replace(case, pool=pool, layer=3, batch=replace(case.batch, page_table=table.int()))
+    check(moved, run(moved))
+    slots = torch.tensor([pages * 16 - 1, -1, pages * 16 - 20], device="cuda")
+    k, v = (torch.randn(3, heads, head_dim, device="cuda").bfloat16() for _ in range(2))
+    store_kv(k, v, pool, 2, layers, slots)
+    view = pool.view(torch.bfloat16).view(pages, layers, 2, heads, 16, head_dim)
+    assert torch.equal(view[-1, 2, 0, :, 15], k[0]) and torch.equal(view[-2, 2, 1, :, 12], v[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (3, 80), (8, 128), (16, 256)], ids=str)
+def test_store_kv_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    heads, head_dim = shape
+    packed = torch.randn(70, 3, heads, head_dim, device="cuda").to(dtype)
+    elements = 3 * 2 * heads * 16 * head_dim * dtype.itemsize
+    pool = torch.randint(0, 256, (20, elements), dtype=torch.uint8, device="cuda")
+    slots = torch.randperm(320, device="cuda")[:70]
+    slots[::7] = -1
+    expected = pool.clone()
+    store_kv_ref(packed[:, 1], packed[:, 2], expected, 1, 3, slots)
+    store_kv(packed[:, 1], packed[:, 2], pool, 1, 3, slots)
+    assert torch.equal(pool, expected)
+
+
+def test_long_context_alone_gpu() -> None:
+    """A context of 100,000 tokens: as many splits as a row may have, each longer than usual."""
+    tokens, heads, head_dim = 100_000, 2, 128
+    pages = -(-tokens // 16)
+    pool = torch.randn(pages, 2 * heads * 16 * head_dim, device="cuda").bfloat16()
+    table = torch.randperm(pages, device="cuda").int()[None]
+    view = pool.view(pages, 2, heads, 16, head_dim)[table[0].long()]
+    keys, values = view.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
+    q = torch.randn(1, 8, head_dim, device="cuda").bfloat16()
+    lens = torch.tensor([tokens], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
+    batch = AttentionBatch(starts, lens, table, 1, 1, tokens)
+    scale = head_dim**-0.5
+    case = AttentionCase(q, pool.view(torch.uint8), 0, heads, batch, scale, [keys], [values], [1])
+    difference = (run(case).double() - attention_oracle(case)).abs().max()
+    assert difference < 1e-3  # outputs are of order 0.005 here
