@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.awq_pack import BLOCK_K, PAD_N, AwqWeight, unpack
-from multilora_kernels.launch import Chip, chip_of, tuned_table
-from multilora_kernels.split_k import choose_split, sum_partials
+from multilora_kernels.launch import Chip, tuned_table
+from multilora_kernels.split_k import Tile, chip_for, choose_tile, sum_partials, workspace
 
 OP = "awq_gemm"
 
@@ -181,14 +181,9 @@ def dequantise_kernel(
 
 @dataclass(frozen=True)
 class AwqLaunch:
-    """How one multiply runs; `fused` False: dequantise `slice_n` rows at a time, then multiply."""
+    """One multiply: fused under `tile`, or (None) `slice_n` rows of W dequantised at a time."""
 
-    fused: bool
-    block_n: int = 64
-    block_m: int = 16
-    split_k: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
+    tile: Tile | None
     slice_n: int = 0
 
 
@@ -198,66 +193,32 @@ _MAX_FUSED = 128
 _SLICE_BYTES = 64 << 20
 
 
-def bucket_of(m: int) -> int:
-    """The rows a tile is made for: the next power of two, 8 to 128."""
-    return min(128, max(8, triton.next_power_of_2(m)))
-
-
-def _fits(launch: AwqLaunch, chip: Chip) -> bool:
-    stage = launch.block_n * (64 + 4 * 4) + launch.block_m * BLOCK_K * 2
-    return stage * launch.num_stages + 2048 <= chip.shared_bytes
+def _stage_bytes(tile: Tile) -> int:
+    # Words, up to 4 groups of meta twice (for zero and for scale), and x.
+    return tile.block_n * (64 + 2 * 4 * 4) + tile.block_m * BLOCK_K * 2
 
 
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
     """Launch of x [m, k] times weights [n, k]; only the tile, never the split, depends on m."""
-    tuned = tuned_table(chip, OP)
-    shape = tuned.get(f"n{n}-k{k}", {})
+    shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m > int(shape.get("max_fused", _MAX_FUSED)):
         slice_bytes = int(shape.get("slice_bytes", _SLICE_BYTES))
         slice_n = max(PAD_N, slice_bytes // (2 * k) // PAD_N * PAD_N)
-        return AwqLaunch(fused=False, slice_n=min(n, slice_n))
-    num_blocks = -(-k // BLOCK_K)
-    split = int(shape.get("split_k", 0)) or choose_split(-(-n // 64), num_blocks, chip.num_sms)
-    block_m = bucket_of(m)
-    tile = tuned.get(f"n{n}-k{k}-m{block_m}", {})
-    launch = AwqLaunch(
-        fused=True,
-        block_n=int(tile.get("block_n", 64)),
-        block_m=block_m,
-        split_k=split,
-        num_warps=int(tile.get("num_warps", 4)),
-        num_stages=int(tile.get("num_stages", 4)),
-    )
-    while not _fits(launch, chip) and launch.num_stages > 2:
-        launch = AwqLaunch(
-            True, launch.block_n, block_m, split, launch.num_warps, launch.num_stages - 1
-        )
-    return launch
-
-
-def _chip(device: torch.device) -> Chip:
-    if device.type == "cpu":  # the interpreter: any choice is right, this one is small
-        return Chip("", 80, 4)
-    return chip_of(device.index or 0)
+        return AwqLaunch(None, min(n, slice_n))
+    return AwqLaunch(choose_tile(OP, m, n, k, chip, _stage_bytes))
 
 
 def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float16 if dtype == torch.float16 else tl.bfloat16
 
 
-def run_fused(x: torch.Tensor, weight: AwqWeight, launch: AwqLaunch) -> torch.Tensor:
-    """One launch of the fused kernel with a given choice (benchmarks and tuning call this)."""
+def run_fused(x: torch.Tensor, weight: AwqWeight, tile: Tile) -> torch.Tensor:
+    """One launch of the fused kernel with a given tile (benchmarks and tuning call this)."""
     m, k = x.shape
     n, n_padded = weight.out_features, weight.words.shape[1]
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    grid = (n_padded // launch.block_n, launch.split_k, triton.cdiv(m, launch.block_m))
-    partial, counters = y, weight.counters
-    if launch.split_k > 1:
-        tiles = grid[0] * grid[2]
-        shape = (launch.split_k, tiles, launch.block_n, launch.block_m)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-        if tiles > counters.numel():
-            counters = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+    grid = (n_padded // tile.block_n, tile.split_k, triton.cdiv(m, tile.block_m))
+    partial, counters = workspace(tile, weight.counters, grid[0] * grid[2])
     interpreted = triton.knobs.runtime.interpret
     awq_gemm_kernel[grid](
         x,
@@ -271,16 +232,16 @@ def run_fused(x: torch.Tensor, weight: AwqWeight, launch: AwqLaunch) -> torch.Te
         k,
         n_padded,
         x.stride(0),
-        BLOCK_N=launch.block_n,
-        BLOCK_M=launch.block_m,
-        SPLIT_K=launch.split_k,
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        SPLIT_K=tile.split_k,
         GROUPS=weight.groups_per_block,
         EVEN_K=k % BLOCK_K == 0,
-        STAGES=launch.num_stages,
+        STAGES=tile.num_stages,
         SCALE=_triton_dtype(weight.scale_dtype),
         CT=tl.float32 if interpreted else _triton_dtype(x.dtype),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
     return y
 
@@ -327,9 +288,10 @@ def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
     assert x.stride(1) == 1
     if x.shape[0] == 0:
         return x.new_empty((0, weight.out_features))
-    launch = choose_launch(x.shape[0], weight.out_features, weight.in_features, _chip(x.device))
-    if launch.fused:
-        return run_fused(x, weight, launch)
+    m, k = x.shape
+    launch = choose_launch(m, weight.out_features, k, chip_for(x.device))
+    if launch.tile is not None:
+        return run_fused(x, weight, launch.tile)
     return run_sliced(x, weight, launch.slice_n)
 
 
@@ -349,6 +311,6 @@ def dequantise_ref(weight: AwqWeight, dtype: torch.dtype = torch.bfloat16) -> to
 
 
 def awq_gemm_ref(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
-    """`awq_gemm` in torch: fp32 weights and sums (fp64 for an fp64 x), rounded once to x's dtype."""
+    """`awq_gemm` in torch: fp32 (for an fp64 x fp64) weights and sums, rounded once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return (x.to(wide) @ dequantise_ref(weight, wide).t()).to(x.dtype)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-BLOCK_K = 128
+from multilora_kernels.split_k import BLOCK_K
+
 PAD_N = 128
 _AWQ_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -6,8 +6,27 @@ The counters return to zero by themselves: a multiply may be replayed, but not r
 on the same counters.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
 import triton
 import triton.language as tl
+
+from multilora_kernels.launch import Chip, chip_of, tuned_table
+
+BLOCK_K = 128
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one split multiply runs; outputs are tiles of block_n features by block_m rows."""
+
+    block_n: int = 64
+    block_m: int = 16
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
 
 
 @triton.jit
@@ -61,3 +80,52 @@ def choose_split(num_tiles: int, num_blocks: int, num_sms: int) -> int:
         if cost < best_cost:
             best, best_cost = split, cost
     return best
+
+
+def bucket_of(m: int) -> int:
+    """The rows a tile is made for: the next power of two, 16 to 128.
+
+    Not 8: there Triton takes another matrix instruction on Hopper than from 16 rows on, and for
+    FP8 one that sums differently.
+    """
+    return min(128, max(16, triton.next_power_of_2(m)))
+
+
+def choose_tile(
+    op: str, m: int, n: int, k: int, chip: Chip, stage_bytes: Callable[[Tile], int]
+) -> Tile:
+    """The tile for x [m, k] times weights [n, k]: tuned where it was measured, and always within
+    the chip's shared memory (`stage_bytes`: one stage of the pipeline). The split ignores m.
+    """
+    tuned = tuned_table(chip, op)
+    num_blocks = -(-k // BLOCK_K)
+    split = int(tuned.get(f"n{n}-k{k}", {}).get("split_k", 0))
+    block_m = bucket_of(m)
+    best = tuned.get(f"n{n}-k{k}-m{block_m}", {})
+    tile = Tile(
+        block_n=int(best.get("block_n", 64)),
+        block_m=block_m,
+        split_k=split or choose_split(-(-n // 64), num_blocks, chip.num_sms),
+        num_warps=int(best.get("num_warps", 4)),
+        num_stages=int(best.get("num_stages", 4)),
+    )
+    while stage_bytes(tile) * tile.num_stages + 2048 > chip.shared_bytes and tile.num_stages > 2:
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    return tile
+
+
+def chip_for(device: torch.device) -> Chip:
+    """The chip launches on `device` are chosen for; a small one for the interpreter's CPU."""
+    return Chip("", 80, 4) if device.type == "cpu" else chip_of(device.index or 0)
+
+
+def workspace(
+    tile: Tile, counters: torch.Tensor, num_tiles: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partials [split_k, num_tiles, block_n, block_m] fp32 and enough zeroed counters."""
+    if num_tiles > counters.numel():
+        counters = torch.zeros(num_tiles, dtype=torch.int32, device=counters.device)
+    if tile.split_k == 1:
+        return counters, counters
+    shape = (tile.split_k, num_tiles, tile.block_n, tile.block_m)
+    return torch.empty(shape, dtype=torch.float32, device=counters.device), counters

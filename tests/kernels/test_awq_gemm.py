@@ -7,7 +7,7 @@ from multilora_kernels import awq_gemm as op
 from multilora_kernels.awq_gemm import awq_gemm, awq_gemm_ref, choose_launch, dequantise
 from multilora_kernels.awq_pack import AwqWeight, Int4Matrix, pack
 from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
-from multilora_kernels.split_k import choose_split
+from multilora_kernels.split_k import Tile, bucket_of, choose_split
 
 SEED = 11
 SHAPES_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -39,8 +39,8 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 def test_kernel_matches_reference(n: int, k: int, group: int, m: int, split_k: int) -> None:
     weight = random_weight(n, k, group)
     x = random_x(m, k, torch.bfloat16)
-    launch = op.AwqLaunch(fused=True, block_n=64, block_m=op.bucket_of(m), split_k=split_k)
-    y = op.run_fused(x, weight, launch)
+    tile = Tile(block_n=64, block_m=bucket_of(m), split_k=split_k)
+    y = op.run_fused(x, weight, tile)
     exact = awq_gemm_ref(x.double(), weight)
     # The interpreter rounds fp32 to bf16 towards zero: one unit, not half.
     assert relative_error(y, exact) < 6e-3
@@ -86,17 +86,16 @@ def test_sliced_path_covers_every_column() -> None:
 @pytest.mark.parametrize("chip", [H200, RTX_4090, Chip("NVIDIA A100", 80, 108)])
 @pytest.mark.parametrize(("n", "k"), [*SHAPES_8B, (576, 576), (128, 64)])
 def test_the_split_never_depends_on_the_batch(n: int, k: int, chip: Chip) -> None:
-    splits = {choose_launch(m, n, k, chip).split_k for m in range(1, 65)}
-    assert len(splits) == 1
-    for m in (1, 8, 9, 33, 64):
-        launch = choose_launch(m, n, k, chip)
-        assert launch.fused and launch.block_m >= min(m, 128)
-        assert launch.split_k <= max(1, -(-k // 128))
+    tiles = [choose_launch(m, n, k, chip).tile for m in range(1, 65)]
+    assert len({tile.split_k for tile in tiles if tile is not None}) == 1
+    for m, tile in enumerate(tiles, start=1):
+        assert tile is not None and tile.block_m >= m
+        assert tile.split_k <= max(1, -(-k // 128))
 
 
 def test_large_batches_dequantise_bounded_slices() -> None:
     launch = choose_launch(8192, 28672, 4096, RTX_4090)
-    assert not launch.fused
+    assert launch.tile is None
     assert launch.slice_n % 128 == 0 and launch.slice_n * 4096 * 2 <= 64 << 20
 
 

@@ -1,0 +1,148 @@
+"""A few rows times a 16-bit weight, at memory speed.
+
+    y[m, n] = sum_k x[m, k] * w[n, k]
+
+x  [M, K]  bf16 or fp16, M <= 4, rows contiguous     w  [N, K]  x's dtype, rows contiguous
+y  [M, N]  x's dtype, allocated here                 nothing is written in place
+
+A program owns a few rows of W and walks along K with fp32 sums kept by position, added at the
+end: no split, one launch, and each row's order of sums is the same whatever M is. From M = 5 on
+(and where cuBLAS measures better) the multiply is `torch.nn.functional.linear`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.launch import Chip, tuned_table
+from multilora_kernels.split_k import chip_for
+
+OP = "bf16_gemv"
+MAX_ROWS = 4
+
+
+@triton.jit
+def bf16_gemv_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    N,
+    K,
+    stride_xm,
+    stride_wn,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    c = tl.arange(0, BLOCK_K)
+    w_ptrs = w_ptr + row[:, None] * stride_wn + c[None, :]
+    acc0 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    acc1 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    acc2 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    acc3 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in tl.range(0, K, BLOCK_K, loop_unroll_factor=UNROLL):
+        k = start + c
+        if EVEN_K:
+            w = tl.load(w_ptrs + start, eviction_policy="evict_first").to(tl.float32)
+            acc0 += w * tl.load(x_ptr + k).to(tl.float32)[None, :]
+            if M > 1:
+                acc1 += w * tl.load(x_ptr + stride_xm + k).to(tl.float32)[None, :]
+            if M > 2:
+                acc2 += w * tl.load(x_ptr + 2 * stride_xm + k).to(tl.float32)[None, :]
+            if M > 3:
+                acc3 += w * tl.load(x_ptr + 3 * stride_xm + k).to(tl.float32)[None, :]
+        else:
+            inside = k < K
+            w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0).to(tl.float32)
+            acc0 += w * tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+            if M > 1:
+                x = tl.load(x_ptr + stride_xm + k, mask=inside, other=0.0)
+                acc1 += w * x.to(tl.float32)[None, :]
+            if M > 2:
+                x = tl.load(x_ptr + 2 * stride_xm + k, mask=inside, other=0.0)
+                acc2 += w * x.to(tl.float32)[None, :]
+            if M > 3:
+                x = tl.load(x_ptr + 3 * stride_xm + k, mask=inside, other=0.0)
+                acc3 += w * x.to(tl.float32)[None, :]
+    out = y_ptr + n
+    dtype = y_ptr.dtype.element_ty
+    tl.store(out, tl.sum(acc0, axis=1).to(dtype), mask=n < N)
+    if M > 1:
+        tl.store(out + N, tl.sum(acc1, axis=1).to(dtype), mask=n < N)
+    if M > 2:
+        tl.store(out + 2 * N, tl.sum(acc2, axis=1).to(dtype), mask=n < N)
+    if M > 3:
+        tl.store(out + 3 * N, tl.sum(acc3, axis=1).to(dtype), mask=n < N)
+
+
+@dataclass(frozen=True)
+class GemvLaunch:
+    """Rows of W a program owns, the step along K, and how many steps are in flight."""
+
+    block_n: int = 4
+    block_k: int = 1024
+    unroll: int = 2
+    num_warps: int = 4
+
+
+def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
+    """Launch of x [m, k] times w [n, k], or None: cuBLAS. What sets the order of sums (block_k
+    and the threads of a row) is chosen by n and k alone.
+    """
+    best = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
+    if m > int(best.get("max_rows", MAX_ROWS)):
+        return None
+    return GemvLaunch(
+        block_n=int(best.get("block_n", 4)),
+        block_k=int(best.get("block_k", min(1024, triton.next_power_of_2(k)))),
+        unroll=int(best.get("unroll", 2)),
+        num_warps=int(best.get("num_warps", 4)),
+    )
+
+
+def run_gemv(x: torch.Tensor, w: torch.Tensor, launch: GemvLaunch) -> torch.Tensor:
+    """One launch of the kernel with a given choice (benchmarks and tuning call this)."""
+    m, k = x.shape
+    n = w.shape[0]
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    bf16_gemv_kernel[(triton.cdiv(n, launch.block_n),)](
+        x,
+        w,
+        y,
+        n,
+        k,
+        x.stride(0),
+        w.stride(0),
+        M=m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        EVEN_K=k % launch.block_k == 0,
+        UNROLL=launch.unroll,
+        num_warps=launch.num_warps,
+    )
+    return y
+
+
+def bf16_gemv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times w [N, K], [M, N]: the kernel where it is faster, else cuBLAS. Any M."""
+    assert x.ndim == 2 and w.ndim == 2 and x.shape[1] == w.shape[1] and x.dtype == w.dtype
+    m, k = x.shape
+    on_cpu = x.device.type == "cpu" and not triton.knobs.runtime.interpret
+    if on_cpu or not 0 < m <= MAX_ROWS or x.stride(1) != 1 or w.stride(1) != 1:
+        return torch.nn.functional.linear(x, w)
+    launch = choose_launch(m, w.shape[0], k, chip_for(x.device))
+    if launch is None:
+        return torch.nn.functional.linear(x, w)
+    return run_gemv(x, w, launch)
+
+
+def bf16_gemv_ref(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`bf16_gemv` in torch: fp32 (for an fp64 x fp64) sums, rounded once."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x.to(wide) @ w.to(wide).t()).to(x.dtype)

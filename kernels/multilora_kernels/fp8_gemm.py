@@ -1,0 +1,314 @@
+"""FP8 (e4m3) weights times activations.
+
+    y[m, n] = sum_k xq[m, k] * wq[n, k] * sx[m] * sw[n]                            "channel"
+    y[m, n] = sum_b sx[m, b] * sw[n / 128, b] * sum_{k in block b} xq[m, k] * wq[n, k]   "block"
+
+xq  [M, K]  e4m3, from fp8_quant              sx  fp32 [M] or [1] (static), "block": [M, K/128]
+wq  [N, K]  e4m3, rows contiguous             sw  fp32 [N], "block": [N/128, K/128] (rounded up)
+y   [M, N]  bf16 or fp16, allocated here      nothing is written in place but weight.counters
+
+Decode batches run one kernel that reads wq once at memory speed, weights as the left operand and
+K split in a fixed order (split_k.py); sums of 128 products leave the tensor cores for fp32 adds,
+since their own sums keep fewer bits. Larger batches go to `torch._scaled_mm` by rows.
+Cards whose tensor cores know no FP8 keep the weights in FP8 and the activations as they are
+(fp8_weight_only.py).
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.fp8_quant import quantise_rows
+from multilora_kernels.launch import Chip, tuned_table
+from multilora_kernels.split_k import BLOCK_K, Tile, chip_for, choose_tile, sum_partials, workspace
+
+OP = "fp8_gemm"
+
+
+@triton.jit
+def fp8_gemm_kernel(
+    x_ptr,
+    sx_ptr,
+    w_ptr,
+    sw_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    stride_sx,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCKWISE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    CT: tl.constexpr,
+):
+    pid_n = tl.program_id(0)
+    split = tl.program_id(1)
+    pid_m = tl.program_id(2)
+    num_blocks = tl.cdiv(K, 128)
+    per_split = tl.cdiv(num_blocks, SPLIT_K)
+    first = split * per_split
+    last = tl.minimum(first + per_split, num_blocks)
+    n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, 128)
+    in_batch = m < M
+    # Rows of W past the end repeat the last one; they are not stored.
+    row = tl.minimum(n, N - 1).to(tl.int64)
+    w_ptrs = w_ptr + row[:, None] * K + first * 128 + c[None, :]
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * K + first * 128 + c[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        if EVEN_K:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=in_batch[None, :], other=0.0)
+        else:
+            in_k = block * 128 + c < K
+            w = tl.load(w_ptrs, mask=in_k[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=in_batch[None, :] & in_k[:, None], other=0.0)
+        if BLOCKWISE:
+            sx = tl.load(sx_ptr + m * stride_sx + block, mask=in_batch, other=0.0)
+            sw = tl.load(sw_ptr + (pid_n * BLOCK_N // 128) * num_blocks + block)
+            acc += tl.dot(w.to(CT), x.to(CT)) * (sx * sw)[None, :]
+        else:
+            acc = tl.dot(w.to(CT), x.to(CT), acc, max_num_imprecise_acc=128)
+        w_ptrs += 128
+        x_ptrs += 128
+    is_last = True
+    if SPLIT_K > 1:
+        tile = pid_m * tl.num_programs(0) + pid_n
+        num_tiles = tl.num_programs(0) * tl.num_programs(2)
+        acc, is_last = sum_partials(
+            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K
+        )
+    if is_last:
+        if not BLOCKWISE:
+            sx = tl.load(sx_ptr + m * stride_sx, mask=in_batch, other=0.0)
+            sw = tl.load(sw_ptr + n, mask=n < N, other=0.0)
+            acc = acc * sw[:, None] * sx[None, :]
+        y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+        mask = in_batch[None, :] & (n < N)[:, None]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """An FP8 weight [N, K] with its scales; `counters` make one multiply at a time safe."""
+
+    q: torch.Tensor  # float8_e4m3fn [N, K]
+    scale: torch.Tensor  # fp32 [N], or [ceil(N/128), ceil(K/128)]
+    counters: torch.Tensor  # int32, zero between multiplies
+    input_scale: torch.Tensor | None = None  # fp32 [1]: activations are quantised with it
+    upper_bound: float = float("inf")  # of a row's largest magnitude (FBGEMM's activation_scale_ub)
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether scales belong to 128 x 128 blocks."""
+        return self.scale.ndim == 2
+
+    @property
+    def group(self) -> int:
+        """What fp8_quant's `group` must be for this weight's activations."""
+        return BLOCK_K if self.blockwise else 0
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.q.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.q.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        return self.q.numel() + 4 * (self.scale.numel() + self.counters.numel())
+
+    def to(self, device: torch.device | str) -> "Fp8Weight":
+        """The same weight on `device`."""
+        return replace(
+            self,
+            q=self.q.to(device),
+            scale=self.scale.to(device),
+            counters=self.counters.to(device),
+            input_scale=None if self.input_scale is None else self.input_scale.to(device),
+        )
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [M, K] as this weight's multiply wants it: (xq, sx)."""
+        return quantise_rows(x, self.group, self.input_scale, self.upper_bound)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K] times this weight, quantised on the way, [M, N] in x's dtype."""
+        if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+            return x @ self.dequantise(x.dtype).t()
+        xq, sx = self.quantise(x)
+        return fp8_gemm(xq, sx, self, x.dtype)
+
+    def dequantise(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """W [N, K] in `dtype`, rounded once."""
+        if not self.blockwise:
+            return (self.q.float() * self.scale[:, None]).to(dtype)
+        n, k = self.q.shape
+        scale = self.scale.repeat_interleave(128, dim=0)[:n]
+        return (self.q.float() * scale.repeat_interleave(128, dim=1)[:, :k]).to(dtype)
+
+
+def fp8_weight(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    upper_bound: float = float("inf"),
+) -> Fp8Weight:
+    """From a checkpoint's tensors: scale is a scalar, [N], [N, 1] or [ceil(N/128), ceil(K/128)].
+
+    Parts that are fused (q, k, v) are concatenated with `concatenate`, each with its own scale.
+    """
+    n, k = q.shape
+    assert q.dtype == torch.float8_e4m3fn, f"weights are {q.dtype}"
+    blocks = (-(-n // 128), -(-k // 128))
+    scale = scale.float()
+    if scale.numel() == 1:
+        scale = scale.reshape(1).expand(n)
+    elif scale.shape in ((n, 1), (n,)):
+        scale = scale.reshape(n)
+    else:
+        assert scale.shape == blocks, f"scales {tuple(scale.shape)} for weights {(n, k)}"
+    if input_scale is not None:
+        input_scale = input_scale.float().reshape(1)
+    counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=q.device)
+    return Fp8Weight(q.contiguous(), scale.contiguous(), counters, input_scale, upper_bound)
+
+
+def quantise_weight(w: torch.Tensor) -> Fp8Weight:
+    """A 16-bit weight [N, K] quantised with a scale per output channel."""
+    scale = w.float().abs().amax(dim=1).clamp(min=1e-10) / 448.0
+    q = (w.float() / scale[:, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return fp8_weight(q, scale)
+
+
+def concatenate(weights: list[Fp8Weight]) -> Fp8Weight:
+    """Weights over the same inputs stacked along N. Static input scales: the largest is kept,
+    so none of the parts saturates. Block scales need every part but the last to be whole blocks.
+    """
+    assert len({weight.blockwise for weight in weights}) == 1
+    if weights[0].blockwise:
+        assert all(weight.out_features % 128 == 0 for weight in weights[:-1])
+    inputs = [weight.input_scale for weight in weights if weight.input_scale is not None]
+    assert len(inputs) in (0, len(weights)), "static and dynamic activations together"
+    return fp8_weight(
+        torch.cat([weight.q for weight in weights]),
+        torch.cat([weight.scale for weight in weights]),
+        torch.stack(inputs).amax(dim=0) if inputs else None,
+        min(weight.upper_bound for weight in weights),
+    )
+
+
+# Batches up to here take the split kernel where nothing was tuned.
+_MAX_SPLIT = 128
+
+
+def _stage_bytes(tile: Tile) -> int:
+    return (tile.block_n + tile.block_m) * BLOCK_K + 1024
+
+
+def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Tile | None:
+    """The split kernel's tile, or None: `torch._scaled_mm`. The split does not depend on m."""
+    shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
+    if m <= int(shape.get("max_split", _MAX_SPLIT)):
+        return choose_tile(OP, m, n, k, chip, _stage_bytes)
+    if blockwise:
+        return Tile(block_n=128, block_m=128, split_k=1, num_warps=8, num_stages=3)
+    # cuBLAS asks for multiples of 16.
+    return Tile(block_n=128, block_m=128, num_warps=8, num_stages=3) if n % 16 or k % 16 else None
+
+
+def run_split(
+    xq: torch.Tensor, sx: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype, tile: Tile
+) -> torch.Tensor:
+    """One launch of the split kernel with a given tile (benchmarks and tuning call this)."""
+    m, k = xq.shape
+    n = weight.out_features
+    y = torch.empty((m, n), dtype=dtype, device=xq.device)
+    grid = (triton.cdiv(n, tile.block_n), tile.split_k, triton.cdiv(m, tile.block_m))
+    partial, counters = workspace(tile, weight.counters, grid[0] * grid[2])
+    fp8_gemm_kernel[grid](
+        xq,
+        sx,
+        weight.q,
+        weight.scale,
+        y,
+        partial,
+        counters,
+        m,
+        n,
+        k,
+        0 if sx.numel() == 1 and m > 1 else sx.stride(0),
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        SPLIT_K=tile.split_k,
+        BLOCKWISE=weight.blockwise,
+        EVEN_K=k % BLOCK_K == 0,
+        STAGES=tile.num_stages,
+        CT=tl.float32 if triton.knobs.runtime.interpret else tl.float8e4nv,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return y
+
+
+def run_rowwise(
+    xq: torch.Tensor, sx: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype
+) -> torch.Tensor:
+    """`torch._scaled_mm` with a scale per row and per output channel."""
+    rows = sx.expand(xq.shape[0]) if sx.numel() == 1 else sx
+    y: torch.Tensor = torch._scaled_mm(
+        xq,
+        weight.q.t(),
+        scale_a=rows.reshape(-1, 1).contiguous(),
+        scale_b=weight.scale.reshape(1, -1),
+        out_dtype=torch.bfloat16,
+    )
+    return y.to(dtype)
+
+
+def fp8_gemm(
+    xq: torch.Tensor, sx: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """Quantised rows times an FP8 weight: [M, N] in `dtype`."""
+    assert xq.ndim == 2 and xq.shape[1] == weight.in_features and xq.is_contiguous()
+    assert xq.dtype == torch.float8_e4m3fn and dtype in (torch.bfloat16, torch.float16)
+    assert sx.ndim == (2 if weight.blockwise else 1) and sx.dtype == torch.float32
+    if xq.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return fp8_gemm_ref(xq, sx, weight, dtype)
+    m, k = xq.shape
+    if m == 0:
+        return torch.empty((0, weight.out_features), dtype=dtype, device=xq.device)
+    tile = choose_launch(m, weight.out_features, k, chip_for(xq.device), weight.blockwise)
+    if tile is None:
+        return run_rowwise(xq, sx, weight, dtype)
+    return run_split(xq, sx, weight, dtype, tile)
+
+
+def fp8_gemm_ref(
+    xq: torch.Tensor,
+    sx: torch.Tensor,
+    weight: Fp8Weight,
+    dtype: torch.dtype = torch.bfloat16,
+    wide: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`fp8_gemm` in torch, summed in `wide` and rounded once."""
+    x = xq.to(wide)
+    if weight.blockwise:
+        x = x * sx.to(wide).repeat_interleave(128, dim=1)[:, : x.shape[1]]
+    else:
+        x = x * sx.to(wide)[:, None]
+    return (x @ weight.dequantise(wide).t()).to(dtype)

@@ -1,0 +1,258 @@
+"""Rows to FP8 (e4m3) with a scale of their own: alone, after RMSNorm, and after SwiGLU.
+
+    scale[m] = clamp(max_k |v[m, k]|, tiny, upper bound) / 448      q[m, k] = v[m, k] / scale[m]
+
+v = x                                            quantise_rows
+v = weight * (h / rms(h)), h = x (+ residual)    rms_norm_quantise   (residual := h, in place)
+v = silu(gate) * up                              silu_mul_quantise   (x [M, 2 K]: gate, then up)
+x      [M, K]  bf16 or fp16, rows contiguous
+q      [M, K]  float8_e4m3fn                     scale  fp32 [M], or [M, K/128] with group=128
+v is rounded to x's dtype before it is quantised, so that the fused forms equal the two steps.
+A scale belongs to one row: a row of NaN gets NaN and leaves the others as they were.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+E4M3_MAX = 448.0
+# Below this the quotient would overflow; such a row is zero for every purpose.
+_TINY = 1e-10
+
+
+@triton.jit
+def _round_to_e4m3(v):
+    """v on e4m3's grid, halves to even: the interpreter's own cast gets carries wrong."""
+    bits = v.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+    normal = bits.to(tl.float32, bitcast=True)
+    # Adding 1.5 * 2^14 leaves units of 2^-9, e4m3's smallest.
+    subnormal = (v + 24576.0) - 24576.0
+    return tl.where(tl.abs(v) < 0.015625, subnormal, tl.where(v == v, normal, v))
+
+
+@triton.jit
+def _store_quantised(
+    v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    if STATIC:
+        v = v / tl.load(static_ptr)
+    elif GROUP == 0:
+        # A NaN must reach its own scale: tl.max drops it, a sum keeps it.
+        largest = tl.max(tl.abs(v), axis=0) + 0.0 * tl.sum(v * 0.0, axis=0)
+        scale = tl.minimum(tl.maximum(largest, 1e-10), upper_bound) / 448.0
+        scale = tl.where(largest == largest, scale, largest)
+        tl.store(scale_ptr + row, scale)
+        v = v / scale
+    else:
+        groups = tl.reshape(v, (BLOCK // GROUP, GROUP))
+        largest = tl.max(tl.abs(groups), axis=1) + 0.0 * tl.sum(groups * 0.0, axis=1)
+        scale = tl.minimum(tl.maximum(largest, 1e-10), upper_bound) / 448.0
+        scale = tl.where(largest == largest, scale, largest)
+        g = tl.arange(0, BLOCK // GROUP)
+        num_groups = tl.cdiv(K, GROUP)
+        tl.store(scale_ptr + row * num_groups + g, scale, mask=g < num_groups)
+        v = tl.reshape(groups / scale[:, None], (BLOCK,))
+    clamped = tl.minimum(tl.maximum(v, -448.0), 448.0)
+    v = tl.where(v == v, clamped, v)
+    if INTERPRETED:
+        v = _round_to_e4m3(v)
+    tl.store(q_ptr + row * K + k, v.to(q_ptr.dtype.element_ty), mask=k < K)
+
+
+@triton.jit
+def quantise_kernel(
+    x_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, upper_bound, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    v = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
+    _store_quantised(
+        v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP, BLOCK, STATIC, INTERPRETED
+    )
+
+
+@triton.jit
+def rms_norm_quantise_kernel(
+    x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, eps, upper_bound,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    DT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    h = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        h += tl.load(residual_ptr + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+        h = h.to(DT)
+        tl.store(residual_ptr + row * K + k, h.to(residual_ptr.dtype.element_ty), mask=k < K)
+        h = h.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(h * h, axis=0) / K + eps)
+    normed = (h * inverse).to(DT).to(tl.float32)
+    weight = tl.load(weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+    v = (normed * weight).to(DT).to(tl.float32)
+    _store_quantised(
+        v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP, BLOCK, STATIC, INTERPRETED
+    )
+
+
+@triton.jit
+def silu_mul_quantise_kernel(
+    x_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, upper_bound, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, DT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    gate = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_xm + K + k, mask=k < K, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(DT).to(tl.float32)
+    v = (silu * up).to(DT).to(tl.float32)
+    _store_quantised(
+        v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP, BLOCK, STATIC, INTERPRETED
+    )
+
+
+def launch_choice(k: int) -> tuple[int, int]:
+    """(block, warps) of a program that holds a row of `k`: at most 16 elements a thread."""
+    block = triton.next_power_of_2(max(k, 128))
+    return block, min(32, max(4, block // 512))
+
+
+def _outputs(
+    x: torch.Tensor, k: int, group: int, static_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert x.ndim == 2 and x.stride(1) == 1 and x.dtype in (torch.bfloat16, torch.float16)
+    assert group in (0, 128), f"group of {group}"
+    q = torch.empty((x.shape[0], k), dtype=torch.float8_e4m3fn, device=x.device)
+    if static_scale is not None:
+        assert static_scale.numel() == 1 and static_scale.dtype == torch.float32
+        return q, static_scale.reshape(1)
+    shape = (x.shape[0], -(-k // 128)) if group else (x.shape[0],)
+    return q, torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def _on_cpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and not triton.knobs.runtime.interpret
+
+
+def _dtype(x: torch.Tensor) -> tl.dtype:
+    # The interpreter's bf16 arithmetic is wrong and its rounding truncates: stay in fp32 there.
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+
+
+def quantise_rows(
+    x: torch.Tensor,
+    group: int = 0,
+    static_scale: torch.Tensor | None = None,
+    upper_bound: float = float("inf"),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [M, K] to (q e4m3 [M, K], scale). `static_scale` [1] is used, and returned, instead."""
+    if _on_cpu(x):
+        return quantise_rows_ref(x, group, static_scale, upper_bound)
+    m, k = x.shape
+    q, scale = _outputs(x, k, group, static_scale)
+    block, warps = launch_choice(k)
+    static = static_scale is not None
+    if m:
+        quantise_kernel[(m,)](
+            x, q, scale, scale, k, x.stride(0), upper_bound,
+            BLOCK=block, GROUP=group, STATIC=static,
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+        )  # fmt: skip
+    return q, scale
+
+
+def rms_norm_quantise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    group: int = 0,
+    static_scale: torch.Tensor | None = None,
+    upper_bound: float = float("inf"),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row."""
+    if _on_cpu(x):
+        normed = rms_norm_ref(x, weight, eps, residual)
+        return quantise_rows_ref(normed, group, static_scale, upper_bound)
+    m, k = x.shape
+    assert weight.shape == (k,)
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    q, scale = _outputs(x, k, group, static_scale)
+    block, warps = launch_choice(k)
+    if m:
+        rms_norm_quantise_kernel[(m,)](
+            x, x if residual is None else residual, weight, q, scale, scale, k, x.stride(0), eps,
+            upper_bound, BLOCK=block, GROUP=group, STATIC=static_scale is not None,
+            HAS_RESIDUAL=residual is not None, DT=_dtype(x),
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+        )  # fmt: skip
+    return q, scale
+
+
+def silu_mul_quantise(
+    x: torch.Tensor,
+    group: int = 0,
+    static_scale: torch.Tensor | None = None,
+    upper_bound: float = float("inf"),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu(gate) * up of x [M, 2 K], quantised by row: (q [M, K], scale)."""
+    if _on_cpu(x):
+        return quantise_rows_ref(silu_mul_ref(x), group, static_scale, upper_bound)
+    m, k = x.shape[0], x.shape[1] // 2
+    assert x.shape[1] == 2 * k
+    q, scale = _outputs(x, k, group, static_scale)
+    block, warps = launch_choice(k)
+    static = static_scale is not None
+    if m:
+        silu_mul_quantise_kernel[(m,)](
+            x, q, scale, scale, k, x.stride(0), upper_bound,
+            BLOCK=block, GROUP=group, STATIC=static, DT=_dtype(x),
+            INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+        )  # fmt: skip
+    return q, scale
+
+
+def quantise_rows_ref(
+    x: torch.Tensor,
+    group: int = 0,
+    static_scale: torch.Tensor | None = None,
+    upper_bound: float = float("inf"),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantise_rows` in torch."""
+    v = x.float()
+    m, k = v.shape
+    if static_scale is not None:
+        q = (v / static_scale).clamp(-E4M3_MAX, E4M3_MAX)
+        return q.to(torch.float8_e4m3fn), static_scale.reshape(1)
+    if group:
+        padded = torch.nn.functional.pad(v, (0, -k % group)).reshape(m, -1, group)
+    else:
+        padded = v.unsqueeze(1)
+    # amax propagates NaN, clamp keeps it.
+    scale = padded.abs().amax(dim=2).clamp(_TINY, upper_bound) / E4M3_MAX
+    q = (padded / scale.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).reshape(m, -1)[:, :k]
+    return q.contiguous().to(torch.float8_e4m3fn), scale if group else scale.squeeze(1)
+
+
+def rms_norm_ref(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMSNorm in torch, rounding where Transformers does; a residual becomes the sum in place."""
+    if residual is not None:
+        residual.copy_(residual.float() + x.float())
+        x = residual
+    h = x.float()
+    normed = h * torch.rsqrt(h.square().mean(dim=1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def silu_mul_ref(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x [M, 2 K] in torch."""
+    gate, up = x.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
