@@ -55,13 +55,14 @@ def load_decoder(
         )
     report = progress or (lambda phase, done, total: None)
     if load_format == "dummy":
-        decoder = Decoder(geometry, dtype, device)
-        fill_with_random(decoder, report)
-        return decoder
+        dummy = Decoder(geometry, dtype, device)
+        fill_with_random(dummy, report)
+        return dummy
     checkpoint = open_checkpoint(folder)
-    _check_names(folder, checkpoint, geometry)
+    outline = Decoder(geometry, dtype, torch.device("meta"))  # shapes without memory
+    _check_names(folder, checkpoint, outline)
+    _check_entries(checkpoint, outline)
     decoder = Decoder(geometry, dtype, device)
-    _check_entries(checkpoint, decoder)
     _copy_all(folder, checkpoint, decoder, report)
     return decoder
 
@@ -70,18 +71,14 @@ def fill_with_random(decoder: Decoder, report: Report, seed: int = 0) -> None:
     """Random weights that keep activations near unit size: norms 1, matrices of rms 1/sqrt(in)."""
     generator = torch.Generator(decoder.device).manual_seed(seed)
     done, total = 0, decoder.weight_bytes
-    for tensor in decoder.tensors.values():
+    for name, tensor in decoder.tensors.items():
         if tensor.ndim == 2:
             bound = (3 / tensor.shape[1]) ** 0.5
             tensor.uniform_(-bound, bound, generator=generator)
         else:
-            tensor.fill_(0.0 if tensor.data_ptr() in _biases(decoder) else 1.0)
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
         done += tensor.nbytes
         report("weights", done, total)
-
-
-def _biases(decoder: Decoder) -> set[int]:
-    return {t.data_ptr() for name, t in decoder.tensors.items() if name.endswith(".bias")}
 
 
 def _is_ignored(name: str) -> bool:
@@ -89,9 +86,9 @@ def _is_ignored(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq")
 
 
-def _check_names(folder: Path, checkpoint: Checkpoint, geometry: ModelGeometry) -> None:
+def _check_names(folder: Path, checkpoint: Checkpoint, outline: Decoder) -> None:
     """Every tensor of the checkpoint has a place, and every place a tensor."""
-    expected = set(Decoder(geometry, torch.bfloat16, torch.device("meta")).tensors)
+    geometry, expected = outline.geometry, set(outline.tensors)
     found = {entry.name for entry in checkpoint.entries() if not _is_ignored(entry.name)}
     if geometry.tie_word_embeddings:
         found.discard(_HEAD)
