@@ -1,0 +1,165 @@
+"""Random adapters made in place, for tests of speed and capacity.
+
+`dummy:rank=16,targets=all,seed=3` writes a PEFT folder whose numbers depend on the seed and the
+base's shape alone. A is uniform within 1 / sqrt(d_in), B within 0.02, so that the answers differ
+from the base's and stay finite.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from multilora_cli.adapters.source.base import SourceContext
+from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.errors import AdapterError
+from multilora_cli.sizing.geometry import ModelGeometry
+
+_FORMAT = 1  # grows when the same text would give other bytes
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_TARGETS = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
+_RANK_MAX = 512
+_B_LIMIT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DummySpec:
+    """What the text after `dummy:` says."""
+
+    rank: int = 16
+    alpha: int = 32
+    targets: tuple[str, ...] = _ATTENTION + _MLP
+    seed: int = 0
+
+
+class DummySource:
+    """`dummy:rank=16,targets=all,seed=3`, every part optional, `alpha` too (default 2 x rank)."""
+
+    def resolve(self, text: str, context: SourceContext) -> Path:
+        """The folder of the random adapter, written once into the context's cache."""
+        spec = parse_spec(text)
+        geometry = context.geometry
+        if geometry is None or context.cache is None:
+            raise ValueError("a dummy adapter needs a geometry and a cache folder")
+        key = repr((_FORMAT, spec, geometry.num_layers, sorted(geometry.module_shapes.items())))
+        folder = context.cache / f"dummy-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        if not (folder / "adapter_config.json").is_file():
+            _publish(folder, lambda path: write_dummy(path, spec, geometry))
+        return folder
+
+
+def parse_spec(text: str) -> DummySpec:
+    """The parsed text after `dummy:`. Raises AdapterError."""
+    fields: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        key, separator, value = part.partition("=")
+        if not separator or key in fields or key not in ("rank", "alpha", "targets", "seed"):
+            raise _error(text, f"{quoted(part)}: expected rank=, alpha=, targets= or seed=, once")
+        fields[key] = value
+    rank = _number(text, fields, "rank", 16, 1, _RANK_MAX)
+    return DummySpec(
+        rank=rank,
+        alpha=_number(text, fields, "alpha", 2 * rank, 1, 2**20),
+        targets=_modules(text, fields.get("targets", "all")),
+        seed=_number(text, fields, "seed", 0, 0, 2**63 - 1),
+    )
+
+
+def write_dummy(folder: Path, spec: DummySpec, geometry: ModelGeometry) -> None:
+    """Write the adapter of `spec` into the existing `folder`, weights in bfloat16."""
+    shapes = _tensor_shapes(spec, geometry)
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, shape in shapes.items():
+        end = position + shape[0] * shape[1] * 2
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    generator = np.random.PCG64(spec.seed)
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name, (rows, columns) in shapes.items():
+            limit = columns**-0.5 if ".lora_A." in name else _B_LIMIT
+            file.write(_uniform_bf16(generator, rows * columns, limit).tobytes())
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": list(spec.targets),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _tensor_shapes(spec: DummySpec, geometry: ModelGeometry) -> Mapping[str, tuple[int, int]]:
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(geometry.num_layers):
+        for module in spec.targets:
+            block = "self_attn" if module in _ATTENTION else "mlp"
+            path = f"base_model.model.model.layers.{layer}.{block}.{module}"
+            d_in, d_out = geometry.module_shapes[module]
+            shapes[f"{path}.lora_A.weight"] = (spec.rank, d_in)
+            shapes[f"{path}.lora_B.weight"] = (d_out, spec.rank)
+    return shapes
+
+
+def _uniform_bf16(generator: np.random.PCG64, count: int, limit: float) -> npt.NDArray[np.uint16]:
+    """`count` numbers within +-limit, rounded to bfloat16, from raw bits that never change."""
+    raw = generator.random_raw(-(-count // 4)).view(np.int16)[:count]
+    values = raw.astype(np.float32) * np.float32(limit / 2**15)
+    bits = values.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype("<u2")
+
+
+def _publish(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write beside `folder`, then rename: whoever looks sees all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    try:
+        write(temporary)
+        os.replace(temporary, folder)
+    except OSError:
+        if not (folder / "adapter_config.json").is_file():  # else somebody else was faster
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _number(
+    text: str, fields: Mapping[str, str], key: str, default: int, least: int, most: int
+) -> int:
+    value = fields.get(key)
+    if value is None:
+        return default
+    digits = value.isascii() and value.isdigit() and len(value) < 20
+    if not digits or not least <= int(value) <= most:
+        raise _error(text, f"{key}: found {quoted(value)}, expected {least} to {most}")
+    return int(value)
+
+
+def _modules(text: str, value: str) -> tuple[str, ...]:
+    if value in _TARGETS:
+        return _TARGETS[value]
+    names = value.split("+")
+    if not set(names) <= set(_TARGETS["all"]):
+        raise _error(
+            text,
+            f"targets: found {quoted(value)}, expected {', '.join(_TARGETS)} or module names"
+            " joined by +",
+        )
+    return tuple(module for module in _TARGETS["all"] if module in names)
+
+
+def _error(text: str, message: str) -> AdapterError:
+    return AdapterError(f"source dummy:{quoted(text)[1:-1]}: {message}", reason="source")

@@ -1,0 +1,66 @@
+"""Adapters in local folders, and which folders a request may name."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from multilora_cli.adapters.source.base import SourceContext
+from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.errors import AdapterError
+
+_PATH_MAX = 4096
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+class LocalSource:
+    """A folder, read in place."""
+
+    def resolve(self, text: str, context: SourceContext) -> Path:
+        """`text` with ~ expanded, relative to the context's folder; existence is not checked."""
+        _check_text(text, "source")
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError:
+            raise AdapterError(f"source {quoted(text)}: no such user", reason="source") from None
+        return Path(os.path.normpath(context.relative_to.absolute() / path))
+
+
+def is_url(text: str) -> bool:
+    """Whether `text` starts with a scheme, as in http://host or file:path."""
+    return _URL.match(text) is not None
+
+
+def allowed_folder(text: str, roots: Sequence[Path]) -> Path:
+    """The real folder behind `text` if it lies below one of `roots`, after all symlinks.
+
+    A relative `text` is looked up below each root in turn. Raises AdapterError; the message is the
+    same whether a path outside the roots exists or not.
+    """
+    _check_text(text, "lora_path")
+    if is_url(text) or text.startswith("~"):
+        raise AdapterError(
+            f"lora_path {quoted(text)}: expected a folder on this machine",
+            reason="not_a_folder",
+            field="lora_path",
+        )
+    real_roots = [Path(os.path.realpath(root)) for root in roots]
+    candidates = [Path(os.path.realpath(root / text)) for root in real_roots]
+    allowed = [path for path in candidates if any(path.is_relative_to(root) for root in real_roots)]
+    if not allowed:
+        raise AdapterError(
+            f"lora_path {quoted(text)}: not below a folder that adapters may be loaded from",
+            reason="outside_roots",
+            field="lora_path",
+            hint="list the folder under server.adapter_roots in the fleet file",
+        )
+    return next((path for path in allowed if path.is_dir()), allowed[0])
+
+
+def _check_text(text: str, field: str) -> None:
+    if not text or len(text) > _PATH_MAX or not text.isprintable():
+        raise AdapterError(
+            f"{field} {quoted(text)}: expected a path of 1 to {_PATH_MAX} printable characters",
+            reason="path",
+            field=field,
+        )
