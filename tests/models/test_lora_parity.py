@@ -77,7 +77,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ids=["whole", "chunks of 16", "chunks of 9", "decode", "ragged"],
 )
 def test_one_batch_of_16_rows_equals_peft(case: Case, chunker: Chunker) -> None:
-    """RANK-: base rows and adapters of ranks 4 to 64 in one batch, each row as PEFT computes it."""
+    """A-OUT-04, A-OUT-05, A-OUT-07, A-CFG-08, A-CFG-09, A-CFG-10, A-CFG-25, A-CFG-27.
+
+    Base rows and five adapters (one with q and v only, one with patterns, one with rsLoRA, ranks
+    4 to 64, one on a single layer) in one batch; each row as PEFT computes it.
+    """
     gaps = case.gaps(list(range(16)), chunker)
     assert max(gaps) < TOLERANCE, gaps
 
@@ -92,7 +96,7 @@ def test_any_order_and_chunking(case: Case, seed: int) -> None:
 
 
 def test_each_row_alone_equals_peft(case: Case) -> None:
-    """NOOP-: no row depends on its neighbours."""
+    """No row depends on its neighbours."""
     for i in range(16):
         assert case.gaps([i], whole)[0] < TOLERANCE
 
@@ -119,7 +123,7 @@ def test_a_base_batch_launches_no_adapter_work(case: Case, monkeypatch: pytest.M
 
 
 def test_slots_can_be_reused(case: Case) -> None:
-    """CACHE-: adapters swapped between slots, pages given back and reused, the same answers."""
+    """A-OUT-03: adapters swapped between slots, pages given back and reused, the same answers."""
     runner = case.runner()
     for slot in (1, 2, 3, 4, 5):
         runner.table.clear(slot)
@@ -132,6 +136,43 @@ def test_slots_can_be_reused(case: Case) -> None:
     results = runner.run(rows, ragged(3))
     gaps = [log_probability_gap(*pair) for pair in zip(results, case.reference, strict=True)]
     assert max(gaps) < TOLERANCE, gaps
+
+
+def test_every_decode_step_uses_the_adapter(case: Case) -> None:
+    """A-OUT-06: token by token for 64 steps, each position's log-probabilities as PEFT's."""
+    row = LENGTHS.index(64)
+    assert SLOTS[row] != 0
+    assert case.gaps([row], one_by_one)[0] < TOLERANCE
+
+
+def test_base_rows_are_bit_equal_whatever_is_loaded(case: Case) -> None:
+    """A-OUT-10: no adapter, one and five hot, and base rows beside adapter rows."""
+    base = case.prompts[6]
+    plain = PagedRunner(case.decoder, num_pages=600).run([Row(base)], chunks_of(16))[0]
+    for count in (1, 5):
+        runner = PagedRunner(case.decoder, num_pages=600)
+        load_adapters(runner, case.folders[:count])
+        assert torch.equal(runner.run([Row(base)], chunks_of(16))[0], plain)
+
+
+def test_the_base_is_never_written_to(case: Case) -> None:
+    """A-OUT-11: every base weight is bit for bit what it was, after mixed adapter traffic."""
+    before = {name: tensor.clone() for name, tensor in case.decoder.tensors.items()}
+    case.gaps(list(range(16)), ragged(8))
+    assert all(torch.equal(case.decoder.tensors[name], before[name]) for name in before)
+
+
+def test_long_prompts_with_adapters(tmp_path: Path) -> None:
+    """A-OUT-08: 4,000 of 4,096 positions in chunks of 512 equal PEFT, base and adapter alike."""
+    model = tiny.make_model("llama", seed=6, max_position_embeddings=4096, num_hidden_layers=2)
+    folders = make_adapters(model, tmp_path, CONFIGS[:2])
+    prompt = random_prompts([4000], tiny.VOCAB, seed=3)[0]
+    pairs = [(0, prompt), (1, prompt), (2, prompt)]
+    runner = PagedRunner(tiny.load(tiny.save_model(model, tmp_path / "base")), num_pages=800)
+    load_adapters(runner, folders)
+    results = runner.run([Row(tokens, slot=slot) for slot, tokens in pairs], chunks_of(512))
+    for ours, theirs in zip(results, peft_logits(model, folders, pairs), strict=True):
+        assert log_probability_gap(ours, theirs) < TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
