@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from multilora_cli.memory.eviction import EvictionSource, Evictor
 from multilora_cli.memory.fences import FenceQueue
 from multilora_cli.memory.page_pool import IntegrityError, PagePool, PageUse
 from multilora_kernels.layout import ImagePlan
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Table(Protocol):
@@ -25,7 +28,7 @@ class Image(Protocol):
     @property
     def plan(self) -> ImagePlan: ...
     @property
-    def nbytes(self) -> int: ...
+    def pages(self) -> "torch.Tensor": ...
 
 
 class Copy(Protocol):
@@ -81,6 +84,10 @@ class HotTier:
             idle.evict_cheapest(order)
             self._free_slots += self._fenced_slots.take_past()
         return self._slot_for(plan)
+
+    def fits_table(self, plan: ImagePlan) -> bool:
+        """Whether the table has entries left for `plan`."""
+        return self._table.can_hold(plan)
 
     def start(self, image: Image) -> Placement:
         """Take what `make_room` found and start the copy."""

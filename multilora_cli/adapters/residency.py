@@ -360,6 +360,8 @@ class Residency:
                 f"the adapter needs {plan.num_pages} pages of the pool and can have {most} at most"
                 f" ({self._hot.page_limit} for adapters, the rest of them pinned)",
             )
+        elif not self._placed and not self._hot.fits_table(plan):
+            self._fail(entry, "the adapter has more blocks than the table on the device holds")
         elif self._hot.make_room(plan, order, self):
             entry.placement = self._hot.start(entry.image)
             self._placed[entry.digest] = entry

@@ -19,7 +19,9 @@ class Answers:
         self._scheduler = scheduler
         self._kv = kv
         self.prompt_tokens = 0  # computed, not taken from the prefix cache
+        self.cached_tokens = 0
         self.generated_tokens = 0
+        self.failures = 0
 
     def take(self, batch: ScheduledBatch, results: tuple[RowResult, ...]) -> list[Delta]:
         """The deltas of a step; `results` in the order of `batch.rows`."""
@@ -29,12 +31,12 @@ class Answers:
                 continue  # it was aborted, or ended with its request, meanwhile
             try:
                 if result.error is not None:
-                    self._fail(row.sequence, result.error)
+                    self._fail(row, result.error)
                 else:
                     deltas += self._take_row(row, result)
             except Exception as error:
                 _log.exception("request %d: its results failed", row.sequence.request_id)
-                self._fail(row.sequence, f"{type(error).__name__}: {error}")
+                self._fail(row, f"{type(error).__name__}: {error}")
         return deltas
 
     def _take_row(self, row: ScheduledRow, result: RowResult) -> list[Delta]:
@@ -68,7 +70,7 @@ class Answers:
             return []
         if not sampled.finite:
             who = f"adapter {sequence.adapter.name}" if sequence.adapter else "the base model"
-            self._fail(sequence, f"{who} produced values that are not finite", quiet=True)
+            self._fail(row, f"{who} produced values that are not finite")
             return []
         sequence.tokens.append(sampled.token_id)
         self.generated_tokens += 1
@@ -86,11 +88,13 @@ class Answers:
 
     def _delta(self, sequence: Sequence, sampled: Sampled | None) -> Delta:
         is_first = not sequence.has_answered
+        if is_first and sequence.status is not Status.FORKING:
+            self.cached_tokens += sequence.cached_tokens
         wanted = is_first and sequence.params.prompt_logprobs is not None
         # The first token of a prompt has no log-probability: nothing comes before it.
         prompt = [None, *sequence.prompt_logprobs] if wanted else None
         sequence.has_answered = True
-        if wanted and sequence.status is not Status.FORKING:
+        if wanted:
             sequence.prompt_logprobs = []
         token_ids = [] if sampled is None else [sampled.token_id]
         logprobs = [sampled.logprobs] if sampled is not None and sampled.logprobs else None
@@ -104,9 +108,10 @@ class Answers:
             cached_tokens=sequence.cached_tokens if is_first else 0,
         )
 
-    def _fail(self, sequence: Sequence, reason: str, quiet: bool = False) -> None:
-        """End a sequence, and the children that wait for its prompt, with internal_error."""
-        if not quiet:
-            _log.error("request %d failed: %s", sequence.request_id, reason)
-        if sequence.status is not Status.FINISHED:
-            self._scheduler.end(sequence, "error", Fault("internal_error", reason))
+    def _fail(self, row: ScheduledRow, reason: str) -> None:
+        """End a row's sequence, and the answers that wait for its prompt, with internal_error."""
+        self.failures += 1
+        _log.error("request %d failed: %s", row.sequence.request_id, reason)
+        for sequence in (row.sequence, *row.samples):
+            if sequence.status is not Status.FINISHED:
+                self._scheduler.end(sequence, "error", Fault("internal_error", reason))

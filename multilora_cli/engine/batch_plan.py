@@ -1,5 +1,6 @@
 """What the scheduler decided for one step, and what the step produced: values."""
 
+from array import array
 from dataclasses import dataclass
 
 from multilora_cli.engine.messages import TokenLogprobs
@@ -8,7 +9,7 @@ from multilora_cli.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """`length` tokens of one sequence from `start` on.
+    """`length` tokens of one sequence from `start` on; `pages` is its page table, int32.
 
     `samples` are the sequences that take their next token from the last of them: none inside a
     prompt, the sequence itself, or all answers of a request whose prompt ends here.
@@ -17,6 +18,7 @@ class ScheduledRow:
     sequence: Sequence
     start: int
     length: int
+    pages: "array[int]"
     samples: tuple[Sequence, ...]
 
 
@@ -52,7 +54,5 @@ class RowResult:
     """What one row produced: a token per entry of `samples`, or why it failed."""
 
     sampled: tuple[Sampled, ...] = ()
-    prompt_logprobs: tuple[
-        TokenLogprobs, ...
-    ] = ()  # of the tokens after start, while in the prompt
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens after `start`
     error: str | None = None

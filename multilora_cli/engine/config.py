@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_adapter_bytes: int = 8 * 2**30  # warm images
     kv_reserve: float = 0.25  # share of the pool that adapters may never take
     prefix_caching: bool = True
+    check_adapter_values: bool = True  # refuse NaN, infinity and overflow in adapters
     adapter_wait_s: float = 2.0  # a sequence that waited longer for its adapter is not overtaken
     adapter_wait_limit_s: float = 60.0  # longer: the fault adapter_loading
     num_loaders: int = 2  # threads that read and convert adapters

@@ -88,7 +88,8 @@ class Scheduler:
             Delta(sequence.request_id, sequence.index, [], finish_reason=reason, fault=fault)
         )
         for child in sequence.children:
-            self.end(child, reason, fault)
+            if child.status is not Status.FINISHED:
+                self.end(child, reason, fault)
         self.retire(sequence)
 
     def retire(self, sequence: Sequence) -> None:
@@ -134,11 +135,11 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         for sequence in list(self._running):
             if sequence.remaining == 1 and self._has_room(sequence):
-                rows.append(_row(sequence, 1))
+                rows.append(self._row(sequence, 1))
                 budget -= 1
         for sequence in self._running:
             if sequence.remaining > 1 and budget > 0:
-                rows.append(_row(sequence, min(budget, sequence.remaining)))
+                rows.append(self._row(sequence, min(budget, sequence.remaining)))
                 budget -= rows[-1].length
         if self.preemptions == preempted:
             self._admit(rows, budget)
@@ -225,7 +226,7 @@ class Scheduler:
                 continue
             if not self._take_up(sequence, spare):
                 break
-            rows.append(_row(sequence, min(budget, sequence.remaining)))
+            rows.append(self._row(sequence, min(budget, sequence.remaining)))
             budget -= rows[-1].length
 
     def _is_ready(self, sequence: Sequence) -> bool:
@@ -280,6 +281,14 @@ class Scheduler:
         self._start(sequence)
         return True
 
+    def _row(self, sequence: Sequence, length: int) -> ScheduledRow:
+        """The sequence and its children sample when no known token is left."""
+        samples: tuple[Sequence, ...] = ()
+        if length == sequence.remaining and len(sequence.tokens) < sequence.max_len:
+            samples = (sequence, *sequence.children)
+        pages = self._kv.table(sequence.seq_id)
+        return ScheduledRow(sequence, sequence.num_computed, length, pages, samples)
+
     def _start(self, sequence: Sequence) -> None:
         """It holds pages: take the adapter's slot and run."""
         if sequence.lease is not None:
@@ -314,14 +323,6 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.waiting_since = self._now()
         insort(self._waiting, sequence, key=lambda s: s.order)
-
-
-def _row(sequence: Sequence, length: int) -> ScheduledRow:
-    """`length` tokens; the sequence and its children sample when no known token is left."""
-    samples: tuple[Sequence, ...] = ()
-    if length == sequence.remaining and len(sequence.tokens) < sequence.max_len:
-        samples = (sequence, *sequence.children)
-    return ScheduledRow(sequence, sequence.num_computed, length, samples)
 
 
 def _too_long(sequence: Sequence, pages: int) -> Fault:

@@ -1,0 +1,64 @@
+"""How a loader thread turns an adapter's folder into the plan and pages of its image."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from multilora_cli.adapters.digest import content_digest
+from multilora_cli.adapters.image import build_image
+from multilora_cli.adapters.lease import Version
+from multilora_cli.adapters.peft import read_adapter
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.engine.failpoints import Failpoints
+from multilora_cli.errors import AdapterError
+from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_kernels.layout import ImagePlan, plan_image
+
+
+class AdapterReader:
+    """Reads adapters for one base. Every read is of one version or refused."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        geometry: ModelGeometry,
+        page_bytes: int,
+        dtype: torch.dtype,
+        failpoints: Failpoints,
+    ) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._page_bytes = page_bytes
+        self._dtype = dtype
+        self._failpoints = failpoints
+
+    def open(self, version: Version) -> tuple[ImagePlan, Callable[[torch.Tensor], object]]:
+        """The image's plan and what fills its pages. Raises AdapterError.
+
+        The files are read three times at most, header, digest and weights; each reader refuses a
+        file that is not the one whose header was read.
+        """
+        self._failpoints.hit("load")
+        adapter = read_adapter(
+            Path(version.path),
+            self._geometry,
+            max_rank=self._config.max_lora_rank,
+            base_folder=Path(self._config.model_path),
+        )
+        digest = content_digest(adapter)
+        if digest != version.digest:
+            raise AdapterError(
+                f"{version.path}: its content changed: found digest {digest[:12]}, expected"
+                f" {version.digest[:12]} as it was registered",
+                reason="changed",
+                hint="load the adapter again under its name",
+            )
+        shapes = self._geometry.module_shapes
+        plan = plan_image(adapter.ranks, shapes, self._page_bytes, self._dtype.itemsize)
+
+        def fill(pages: torch.Tensor) -> object:
+            check = self._config.check_adapter_values
+            return build_image(adapter, plan, self._dtype, pages, check_values=check)
+
+        return plan, fill

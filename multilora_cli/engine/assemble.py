@@ -1,0 +1,193 @@
+"""Puts an engine together: reads the base, plans memory, allocates, connects the owners."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from multilora_cli.adapters.host_cache import HostCache
+from multilora_cli.adapters.hot_tier import HotTier
+from multilora_cli.adapters.residency import Residency
+from multilora_cli.engine.adapter_reader import AdapterReader
+from multilora_cli.engine.batch import BatchBuilder
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.engine.device_memory import Allocation, plan_memory
+from multilora_cli.engine.engine import Engine, EngineParts
+from multilora_cli.engine.failpoints import Failpoints
+from multilora_cli.engine.messages import Ready
+from multilora_cli.engine.model_runner import ModelRunner
+from multilora_cli.engine.page_copier import PageCopier
+from multilora_cli.engine.scheduler import Limits, Scheduler
+from multilora_cli.errors import BadInput
+from multilora_cli.memory.eviction import EvictionRule, Evictor
+from multilora_cli.memory.kv_cache import KVCache
+from multilora_cli.memory.page_buffer import PageBuffer
+from multilora_cli.memory.page_pool import PagePool
+from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, PrefixCache
+from multilora_cli.models.checkpoint import base_digest
+from multilora_cli.models.decoder import Decoder
+from multilora_cli.models.loader import load_decoder
+from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_cli.units import format_size
+from multilora_kernels.segments import Segments
+from multilora_kernels.table import AdapterTable
+
+Report = Callable[[str, int, int], None]
+_THREADS_MAX = 8
+
+
+class _Assembly:
+    """One start of the engine; each method adds owners that the next one needs."""
+
+    def __init__(self, config: EngineConfig, geometry: ModelGeometry, report: Report) -> None:
+        self.config = config
+        self.geometry = geometry
+        self.report = report
+        self.failpoints = Failpoints(config.failpoints)
+        self.allocation = plan_memory(config, geometry)
+        self.max_model_len = _context(config, geometry, self.allocation)
+
+    def load_base(self) -> Decoder:
+        """The decoder, its weights on the device."""
+        return load_decoder(
+            Path(self.config.model_path),
+            self.geometry,
+            self.allocation.device,
+            self.allocation.dtype,
+            self.report,
+            load_format=self.config.load_format,
+        )
+
+    def take_memory(self) -> None:
+        """Pool, adapter table and the books over both."""
+        plan, config = self.allocation.plan, self.config
+        self.buffer = PageBuffer(plan.num_pages, plan.page_bytes, self.allocation.device)
+        if config.debug:
+            self.buffer.poison_all()
+        poison = self.buffer.poison if config.debug else None
+        self.pool = PagePool(plan.num_pages, plan.page_bytes, poison=poison)
+        self.rule = EvictionRule()
+        self.evictor = Evictor(self.pool, self.rule, config.kv_reserve)
+        self.prefixes: PrefixCache | None = None
+        if config.prefix_caching:
+            self.prefixes = PrefixCache(self.pool, self.rule, time.monotonic)
+        self.kv = KVCache(self.pool, self.evictor, self.prefixes)
+        self.table = AdapterTable(
+            config.num_slots,
+            self.geometry.num_layers,
+            self.geometry.module_shapes,
+            self.allocation.max_blocks,
+            self.allocation.device,
+        )
+
+    def residency(self, loaders: ThreadPoolExecutor) -> Residency:
+        """Adapters: warm images in host memory, hot ones in the pool."""
+        config, device = self.config, self.allocation.device
+        page_bytes, dtype = self.pool.page_bytes, self.allocation.dtype
+        reader = AdapterReader(config, self.geometry, page_bytes, dtype, self.failpoints)
+        warm = HostCache(config.host_adapter_bytes, reader.open, pin=device.type == "cuda")
+        copier = PageCopier(self.buffer.pages)
+        hot = HotTier(self.pool, self.evictor, self.table, copier, config.num_slots)
+        residency = Residency(hot, warm, loaders, self.rule, time.monotonic, config.num_loaders)
+        self.evictor.attach(prefixes=self.prefixes, adapters=residency)
+        if self.prefixes is not None:
+            residency.purge = self.prefixes.purge
+        return residency
+
+    def scheduler(self, residency: Residency) -> Scheduler:
+        """The queues, within the limits of the config."""
+        config = self.config
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_adapters=config.distinct_adapters,
+            usable_pages=self.pool.usable,
+            adapter_wait_s=config.adapter_wait_s,
+            adapter_wait_limit_s=config.adapter_wait_limit_s,
+        )
+        return Scheduler(limits, self.kv, residency, time.monotonic)
+
+    def runner(self, decoder: Decoder) -> ModelRunner:
+        """What runs a step on the device."""
+        segments = Segments(self.config.max_num_batched_tokens, self.allocation.device)
+        builder = BatchBuilder(self.buffer.pages, self.table, segments)
+        return ModelRunner(decoder, builder, self.buffer.pages, self.failpoints)
+
+    def ready(self, decoder: Decoder) -> Ready:
+        """What was allocated, beside what was planned."""
+        plan = self.allocation.plan
+        allocated = {
+            "weights": decoder.weight_bytes,
+            "pool": self.buffer.nbytes,
+            "tables": self.table.nbytes,
+        }
+        planned = plan.parts()
+        notes = [
+            f"{part}: {format_size(got)} allocated, {format_size(planned[part])} planned"
+            for part, got in allocated.items()
+            if got != planned[part]
+        ]
+        return Ready(
+            device=str(self.allocation.device),
+            dtype=str(self.allocation.dtype).removeprefix("torch."),
+            max_model_len=self.max_model_len,
+            num_pages=plan.num_pages,
+            page_bytes=plan.page_bytes,
+            planned=planned,
+            allocated=allocated,
+            notes=notes,
+        )
+
+
+def build_engine(config: EngineConfig, report: Report | None = None) -> Engine:
+    """An engine that is ready to step. Raises MloraError.
+
+    `report` is called with phase, done and total while the base is read and memory is taken.
+    """
+    report = report or (lambda phase, done, total: None)
+    torch.set_num_threads(config.num_threads or _default_threads())
+    folder = Path(config.model_path)
+    assembly = _Assembly(config, read_geometry(folder), report)
+    decoder = assembly.load_base()
+    report("pool", 0, 1)
+    assembly.take_memory()
+    report("pool", 1, 1)
+    loaders = ThreadPoolExecutor(config.num_loaders, thread_name_prefix="adapter-loader")
+    residency = assembly.residency(loaders)
+    return Engine(
+        EngineParts(
+            config=config,
+            base_digest=config.base_digest or base_digest(folder, config.load_format),
+            max_model_len=assembly.max_model_len,
+            vocab_size=assembly.geometry.vocab_size,
+            pool=assembly.pool,
+            prefixes=assembly.prefixes,
+            kv=assembly.kv,
+            residency=residency,
+            scheduler=assembly.scheduler(residency),
+            runner=assembly.runner(decoder),
+            ready=assembly.ready(decoder),
+            loaders=loaders,
+        )
+    )
+
+
+def _context(config: EngineConfig, geometry: ModelGeometry, allocation: Allocation) -> int:
+    """Tokens of the longest sequence: what was asked for, or the model's own and what fits."""
+    fits = (allocation.plan.num_pages - 1) * BLOCK_TOKENS
+    asked = config.max_model_len
+    if asked is None:
+        return min(geometry.max_position, fits)
+    if asked > geometry.max_position:
+        raise BadInput(
+            f"base.max_model_len: found {asked}, the model was trained for"
+            f" {geometry.max_position} positions"
+        )
+    return asked
+
+
+def _default_threads() -> int:
+    return min(len(os.sched_getaffinity(0)), _THREADS_MAX)

@@ -1,0 +1,137 @@
+"""How much of the device the engine takes, and how it is cut: the numbers of sizing/budget."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.errors import BadInput, Refused
+from multilora_cli.sizing.budget import (
+    MemoryPlan,
+    base_bytes,
+    plan_pool,
+    table_bytes,
+    workspace_bytes,
+)
+from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_cli.units import format_size
+
+_CPU_POOL_MAX = 2 * 2**30
+_CPU_SHARE = 4  # a quarter of what is free
+_CUDA_MARGIN = 512 * 2**20  # context growth and fragmentation beside what is planned
+# Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
+_BLOCKS_PER_PAGE = 16
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What will be allocated. `max_blocks` is the adapter table's capacity."""
+
+    device: torch.device
+    dtype: torch.dtype
+    plan: MemoryPlan
+    max_blocks: int
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of `auto`, `cpu` or `cuda:N`. Raises BadInput."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"memory.device: found {name!r:.40}, expected auto, cpu or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput(
+            f"memory.device: {name}: torch {torch.__version__} (CUDA {torch.version.cuda}) finds"
+            " no CUDA device",
+            hint="check the driver with nvidia-smi, or set memory.device: cpu",
+        )
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on a CPU and bfloat16 on CUDA; float16 only when asked for."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return _DTYPES[name]
+
+
+def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
+    """Cut the device's memory into weights, workspace, tables and pool. Raises MloraError."""
+    if config.kv_cache_dtype != "auto":
+        raise BadInput(f"base.kv_cache_dtype: {config.kv_cache_dtype} is not served yet")
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    itemsize = dtype.itemsize
+    page_bytes = kv_page_bytes(geometry, itemsize)
+    weights = base_bytes(geometry, itemsize).total
+    workspace = workspace_bytes(
+        geometry,
+        itemsize,
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        config.max_lora_rank,
+    )
+    pool = config.pool_bytes
+    if pool is None and device.type == "cpu" and config.device_bytes is None:
+        pool = min(_CPU_POOL_MAX, free_host_bytes() // _CPU_SHARE)
+    available = _available(config, device) if pool is None else pool + weights + workspace
+    # The table depends on the pool it serves: counted for all that is available, which is more.
+    max_blocks = _BLOCKS_PER_PAGE * max(available // page_bytes, 1)
+    if pool is not None:
+        max_blocks = _BLOCKS_PER_PAGE * max(pool // page_bytes, 1)
+    tables = table_bytes(geometry, config.num_slots, max_blocks)
+    if pool is not None:
+        available += tables
+    plan = plan_pool(
+        geometry,
+        available,
+        kv_itemsize=itemsize,
+        weights=weights,
+        workspace=workspace,
+        tables=tables,
+    )
+    return Allocation(device, dtype, plan, max_blocks)
+
+
+def _available(config: EngineConfig, device: torch.device) -> int:
+    """Bytes of the device that may be used. Raises Refused where they are not free."""
+    if device.type == "cpu":
+        return config.device_bytes or free_host_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    if config.device_bytes is None:
+        return min(int(total * config.device_fraction), free - _CUDA_MARGIN)
+    if config.device_bytes > free:
+        raise Refused(
+            f"memory.device_bytes: {format_size(config.device_bytes)} asked for,"
+            f" {format_size(free)} of {format_size(total)} are free",
+            hint="another process holds the rest: see nvidia-smi",
+        )
+    return config.device_bytes
+
+
+def free_host_bytes() -> int:
+    """Memory this process can still get: of the machine, or of its control group if less."""
+    free = _meminfo("MemAvailable")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else max(min(free, int(limit) - used), 0)
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return 0

@@ -1,0 +1,306 @@
+"""The loop: between steps adapters move and requests come and go; a step is decided, run, told."""
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from multilora_cli.adapters.lease import Done, Standing, State, tier_of
+from multilora_cli.adapters.residency import Residency
+from multilora_cli.engine.answers import Answers
+from multilora_cli.engine.batch_plan import RowResult, ScheduledBatch
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.engine.failpoints import Failpoints
+from multilora_cli.engine.messages import (
+    Abort,
+    AdapterEvent,
+    AdapterStatus,
+    Delta,
+    Drain,
+    EvictAdapter,
+    Fault,
+    LoadAdapter,
+    Query,
+    Ready,
+    Reply,
+    Snapshot,
+    Submit,
+    ToEngine,
+)
+from multilora_cli.engine.scheduler import Scheduler
+from multilora_cli.engine.sequence import Sequence, Status
+from multilora_cli.memory.kv_cache import KVCache, pages_for
+from multilora_cli.memory.page_pool import PagePool, PageUse
+from multilora_cli.memory.prefix_cache import PrefixCache, root_key
+
+
+class Runner(Protocol):
+    """What the engine asks of a model (model_runner.ModelRunner)."""
+
+    def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
+        """One result per row, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The owners of the engine's state, put together by assemble.build_engine or by a test."""
+
+    config: EngineConfig
+    base_digest: str
+    max_model_len: int
+    vocab_size: int
+    pool: PagePool
+    prefixes: PrefixCache | None
+    kv: KVCache
+    residency: Residency
+    scheduler: Scheduler
+    runner: Runner
+    ready: Ready
+    now: Callable[[], float] = time.monotonic
+    loaders: ThreadPoolExecutor | None = None
+
+
+class Engine:
+    """Takes messages, makes steps, gives deltas, events and replies. One thread."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self._answers = Answers(parts.scheduler, parts.kv)
+        self._failpoints = Failpoints(parts.config.failpoints)
+        self._arrivals = 0
+        self._refused: list[Delta] = []
+        self._replies: list[Reply] = []
+        self._drain_at: float | None = None
+        self._steps = 0
+        self._step_s = 0.0
+
+    # ---- the loop
+
+    def step(self) -> list[Delta]:
+        """One turn of the loop; the deltas it produced."""
+        parts = self.parts
+        parts.residency.poll()
+        batch = parts.scheduler.schedule()
+        deltas = self._run(batch) if batch.rows else []
+        if self._drain_at is not None and parts.now() >= self._drain_at:
+            self._end_all(Fault("server_shutting_down", "the server is shutting down", 5.0))
+        if parts.config.debug:
+            self.check_integrity()
+        return deltas + self._take_refused() + parts.scheduler.take_ended()
+
+    def _run(self, batch: ScheduledBatch) -> list[Delta]:
+        parts, started = self.parts, time.perf_counter()
+        self._failpoints.hit("step")
+        step = parts.pool.clock.launch()
+        results = parts.runner.run(batch)
+        parts.kv.copies_launched()
+        parts.pool.clock.complete(step)
+        self._steps += 1
+        deltas = self._answers.take(batch, results)
+        self._step_s += time.perf_counter() - started
+        return deltas
+
+    @property
+    def idle_wait_s(self) -> float | None:
+        """How long the loop may wait for messages before the next step; None: until one comes."""
+        if self.parts.scheduler.num_running:
+            return 0.0
+        if self.parts.residency.busy():
+            return 0.001
+        return 0.005 if self.parts.scheduler.has_work or self._refused else None
+
+    @property
+    def drained(self) -> bool:
+        """Whether a drain was asked for and nothing is left to do."""
+        return self._drain_at is not None and not self.parts.scheduler.has_work
+
+    # ---- messages
+
+    def handle(self, message: ToEngine) -> None:
+        """Take one message in; what comes of it appears in later steps and replies."""
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Abort):
+            self.parts.scheduler.abort(message.request_id)
+        elif isinstance(message, LoadAdapter):
+            self._load(message)
+        elif isinstance(message, EvictAdapter):
+            cold = message.to == "cold"
+            self.parts.residency.evict(
+                message.call_id, message.digest, cold=cold, unpin=message.unpin,
+                purge=message.purge_cache,
+            )  # fmt: skip
+        elif isinstance(message, Query):
+            self._replies.append(Reply(message.call_id, snapshot=self.snapshot()))
+        elif isinstance(message, Drain):
+            self._drain_at = self.parts.now() + message.deadline_s
+
+    def take_replies(self) -> list[Reply]:
+        """Replies to calls that are answered."""
+        replies, self._replies = self._replies, []
+        return replies + [_reply(done) for done in self.parts.residency.take_done()]
+
+    def take_events(self) -> list[AdapterEvent]:
+        """Adapters that changed their tier."""
+        return [AdapterEvent(_status(s)) for s in self.parts.residency.take_events()]
+
+    def _load(self, message: LoadAdapter) -> None:
+        self._arrivals += 1
+        self.parts.residency.load(
+            message.call_id,
+            message.adapter,
+            self._arrivals,
+            hot=message.hot,
+            pin=message.pin,
+            priority=message.priority,
+        )
+
+    def _submit(self, message: Submit) -> None:
+        fault = self._objection(message)
+        if fault is not None:
+            self._refused += [
+                Delta(message.request_id, index, [], finish_reason="error", fault=fault)
+                for index in range(max(message.n, 1))
+            ]
+            return
+        self.parts.scheduler.add([self._sequence(message, index) for index in range(message.n)])
+
+    def _objection(self, message: Submit) -> Fault | None:
+        """Why a request cannot be admitted at all."""
+        parts, prompt = self.parts, message.prompt
+        if self._drain_at is not None:
+            return Fault("server_shutting_down", "the server is shutting down", 5.0)
+        if parts.scheduler.num_waiting + message.n > parts.config.max_queue:
+            return Fault("server_is_overloaded", "the engine's queue is full", 1.0)
+        if not prompt or message.n < 1 or message.params.max_tokens < 0:
+            return Fault("invalid_value", "a request needs a prompt and at least one answer")
+        if min(prompt) < 0 or max(prompt) >= parts.vocab_size:
+            return Fault("invalid_value", f"token ids must be below {parts.vocab_size}")
+        longest = min(len(prompt) + message.params.max_tokens, parts.max_model_len)
+        if len(prompt) + (message.params.max_tokens > 0) > parts.max_model_len:
+            return Fault(
+                "context_length_exceeded",
+                f"the prompt has {len(prompt)} tokens, the context holds {parts.max_model_len}",
+            )
+        if pages_for(max(longest - 1, len(prompt))) > parts.pool.usable:
+            return Fault(
+                "context_length_exceeded",
+                f"{longest} tokens of prompt and answer do not fit into the"
+                f" {parts.pool.usable} pages of 16 tokens that there are",
+            )
+        return None
+
+    def _sequence(self, message: Submit, index: int) -> Sequence:
+        parts, adapter, params = self.parts, message.adapter, message.params
+        self._arrivals += 1
+        order = self._arrivals
+        digest = adapter.digest if adapter is not None else ""
+        if index:
+            params = msgspec.structs.replace(params, seed=(params.seed + index) % 2**63)
+        return Sequence(
+            seq_id=order,
+            request_id=message.request_id,
+            index=index,
+            order=order,
+            params=params,
+            tokens=array("i", message.prompt),
+            prompt_len=len(message.prompt),
+            max_len=min(len(message.prompt) + params.max_tokens, parts.max_model_len),
+            root=root_key(parts.base_digest, digest, message.cache_salt),
+            stop_ids=frozenset(params.stop_token_ids),
+            adapter=adapter,
+            lease=parts.residency.lease(adapter, order) if adapter is not None else None,
+        )
+
+    def _end_all(self, fault: Fault) -> None:
+        for sequence in self.parts.scheduler.sequences():
+            if sequence.status is not Status.FINISHED:
+                self.parts.scheduler.end(sequence, "error", fault)
+
+    def _take_refused(self) -> list[Delta]:
+        refused, self._refused = self._refused, []
+        return refused
+
+    # ---- looking in
+
+    def snapshot(self) -> Snapshot:
+        """Counters and residency at this moment."""
+        parts, pool = self.parts, self.parts.pool
+        running: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        for sequence in parts.scheduler.sequences():
+            if sequence.adapter is not None:
+                where = running if sequence.status is Status.RUNNING else waiting
+                where[sequence.owner] += 1
+        return Snapshot(
+            waiting=parts.scheduler.num_waiting,
+            running=parts.scheduler.num_running,
+            pages_total=pool.usable,
+            pages_free=pool.count(PageUse.FREE) + pool.count(PageUse.FENCED),
+            pages_kv=pool.count(PageUse.KV),
+            pages_cached=pool.count(PageUse.CACHED),
+            pages_adapters=pool.count(PageUse.ADAPTER),
+            counters=self._counters(),
+            running_adapters=dict(running),
+            waiting_adapters=dict(waiting),
+            adapters=[_status(standing) for standing in parts.residency.standings()],
+        )
+
+    def _counters(self) -> dict[str, float]:
+        parts = self.parts
+        return {
+            "steps": self._steps,
+            "step_seconds": self._step_s,
+            "prompt_tokens": self._answers.prompt_tokens,
+            "cached_tokens": self._answers.cached_tokens,
+            "generated_tokens": self._answers.generated_tokens,
+            "failed_requests": self._answers.failures,
+            "preemptions": parts.scheduler.preemptions,
+            "adapter_loads": parts.residency.loads,
+            "adapter_load_failures": parts.residency.failed_loads,
+            "adapter_evictions": parts.residency.evictions,
+            "prefix_evictions": parts.prefixes.evictions if parts.prefixes is not None else 0,
+            "loop_age_s": 0.0,
+        }
+
+    def check_integrity(self) -> None:
+        """Every owner's audit. Raises IntegrityError."""
+        self.parts.pool.check_integrity()
+        self.parts.scheduler.check_integrity()
+        self.parts.residency.check_integrity()
+
+
+def _status(standing: Standing) -> AdapterStatus:
+    return AdapterStatus(
+        digest=standing.digest,
+        tier=tier_of(standing.state),
+        pages=standing.pages,
+        host_bytes=standing.host_bytes,
+        references=standing.references,
+        pinned=standing.pin is not None,
+        loads=standing.loads,
+        hits=standing.hits,
+        last_used_s=standing.idle_s,
+        detail=standing.detail,
+    )
+
+
+def _reply(done: Done) -> Reply:
+    fault = None
+    if done.failure is not None:
+        standing = done.standing
+        failed = standing is not None and standing.state is State.FAILED
+        fault = Fault("adapter_unavailable" if failed else "adapter_refused", done.failure)
+    return Reply(
+        done.call_id,
+        fault=fault,
+        status=_status(done.standing) if done.standing is not None else None,
+        freed_pages=done.freed_pages,
+        freed_host_bytes=done.freed_host_bytes,
+    )
