@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from multilora_cli import __version__
-from multilora_cli.cli import chat, listing, schema, serve
+from multilora_cli.cli import chat, listing, plan, schema, serve
 from multilora_cli.cli.console import Console
 from multilora_cli.errors import MloraError
 
@@ -58,6 +58,7 @@ def root(
 
 
 BEFORE, RUN, OPERATE = "Before you start", "Run", "Operate"
+app.command("plan", rich_help_panel=BEFORE)(plan.plan)
 app.command("schema", rich_help_panel=BEFORE)(schema.schema)
 app.command("serve", rich_help_panel=RUN)(serve.serve)
 app.command("chat", rich_help_panel=RUN)(chat.chat)

@@ -17,6 +17,13 @@ _FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+# What transformers assumes where a config leaves a field out and the family differs from Llama.
+_DEFAULTS: dict[Family, dict[str, int]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
 _CONFIG_BYTES_MAX = 4 * 2**20
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -125,6 +132,7 @@ class _ConfigReader:
     def geometry(self) -> ModelGeometry:
         """All fields, checked against one another."""
         family = self._family()
+        self._config = {**_DEFAULTS[family], **self._config}
         hidden, heads = self._int("hidden_size"), self._int("num_attention_heads")
         kv_heads = self._int("num_key_value_heads", heads)
         head_dim = self._int("head_dim", hidden // heads)
@@ -234,7 +242,7 @@ class _ConfigReader:
             return (None,) * num_layers
         width = self._int("sliding_window")
         kinds = self._config.get("layer_types")
-        if isinstance(kinds, list) and len(kinds) == num_layers:
+        if family != "mistral" and isinstance(kinds, list) and len(kinds) == num_layers:
             return tuple(width if kind == "sliding_attention" else None for kind in kinds)
         first = 0
         if family in ("qwen2", "qwen3"):
@@ -248,22 +256,33 @@ class _ConfigReader:
         """Both spellings: rope_parameters (new) and rope_theta with rope_scaling (old)."""
         scaling = self._mapping("rope_parameters") or self._mapping("rope_scaling") or {}
         theta = self._float("rope_theta", 0.0, scaling) or self._float("rope_theta", 10000.0)
+        if theta <= 1.0:
+            raise self._error("rope_theta", theta, "a number above 1")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ("default", "linear", "llama3", "yarn", "dynamic"):
             raise self._error("rope_type", kind, "default, linear, llama3, yarn or dynamic")
-        if self._config.get("partial_rotary_factor", 1.0) != 1.0:
-            raise self._error("partial_rotary_factor", self._config["partial_rotary_factor"], "1.0")
+        for config in (self._config, scaling):
+            if config.get("partial_rotary_factor") not in (None, 1.0):
+                raise self._error("partial_rotary_factor", config["partial_rotary_factor"], "1.0")
         if kind == "default":
             return Rope(theta=theta)
-        factor = self._float("factor", 1.0, scaling)
-        original = int(self._float("original_max_position_embeddings", 0.0, scaling) or 0)
+        max_position = self._int("max_position_embeddings")
+        original = self._float("original_max_position_embeddings", max_position, scaling)
+        # YaRN alone has a factor of its own where none is given: the ratio of the two lengths.
+        factor = self._float("factor", max_position / original if kind == "yarn" else 0.0, scaling)
+        if factor < 1.0:
+            raise self._error("factor", scaling.get("factor"), "a number of at least 1")
+        low = self._float("low_freq_factor", 1.0, scaling)
+        high = self._float("high_freq_factor", 4.0, scaling)
+        if high <= low:
+            raise self._error("high_freq_factor", high, f"more than low_freq_factor {low}")
         return Rope(
             theta=theta,
             kind=kind,
             factor=factor,
-            original_max_position=original or self._int("max_position_embeddings"),
-            low_freq_factor=self._float("low_freq_factor", 1.0, scaling),
-            high_freq_factor=self._float("high_freq_factor", 4.0, scaling),
+            original_max_position=int(original),
+            low_freq_factor=low,
+            high_freq_factor=high,
             beta_fast=self._float("beta_fast", 32.0, scaling),
             beta_slow=self._float("beta_slow", 1.0, scaling),
             attention_factor=self._attention_factor(scaling, factor) if kind == "yarn" else 1.0,

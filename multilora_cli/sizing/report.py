@@ -104,7 +104,8 @@ class FleetPlan:
     adapter_pages: int  # pages that adapters may take
     adapters: tuple[PlannedAdapter, ...]  # most expensive first
     hot_together: int  # how many of them fit at once, smallest first
-    warm_bytes: int
+    warm_bytes: int  # all adapters as host images
+    host_bytes: int  # what host memory may hold of them
     kv_tokens: int  # left for KV with those hot
     sequences: int  # of max_model_len that fit beside them
     per_rank: tuple[RankRow, ...]
@@ -184,6 +185,7 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
         adapters=tuple(planned),
         hot_together=hot,
         warm_bytes=sum(cost.pool_bytes for cost in costs),
+        host_bytes=request.fleet.memory.host_adapters,
         kv_tokens=free * TOKENS_PER_PAGE,
         sequences=free // pages_for_tokens(request.max_model_len),
         per_rank=tuple(_per_rank(request, allowed)),

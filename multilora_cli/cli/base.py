@@ -1,0 +1,72 @@
+"""Where a fleet's base is, and what its compute dtype and storage will be. No torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from multilora_cli.errors import ModelError, Unreachable
+from multilora_cli.fleet.load import LoadedFleet
+
+DEMO_BASE = "demo:base"
+Report = Callable[[str, int, int], None]
+
+
+def cache_folder() -> Path:
+    """Where mlora keeps what it makes for itself, such as dummy adapters."""
+    import os
+
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "mlora"
+
+
+def local_base(loaded: LoadedFleet) -> Path | None:
+    """The base's folder on this machine; None where `base.model` is a Hub id.
+
+    Raises ModelError for a path that holds no model.
+    """
+    model = loaded.fleet.base.model
+    if model == DEMO_BASE:
+        from multilora_cli.demo import demo_base_path
+
+        return demo_base_path()
+    if model.startswith("demo:"):
+        raise ModelError(f"base.model: {model}: the demo has one base, {DEMO_BASE}")
+    folder = loaded.folder / Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ModelError(
+            f"base.model: {folder} is not a folder",
+            hint="name a folder in Hugging Face format, a Hub id such as org/name, or demo:base",
+        )
+    return None
+
+
+def fetch_base(loaded: LoadedFleet, progress: Report | None = None) -> Path:
+    """The base's folder, fetched from the Hub where it is not local. Raises MloraError."""
+    folder = local_base(loaded)
+    if folder is not None:
+        return folder
+    from multilora_cli.models.hub import fetch_model
+
+    base = loaded.fleet.base
+    return fetch_model(base.model, base.revision, progress)
+
+
+def fetch_config(loaded: LoadedFleet) -> Path:
+    """A folder with the base's config.json alone; weights are not fetched. Raises MloraError."""
+    folder = local_base(loaded)
+    if folder is not None:
+        return folder
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base = loaded.fleet.base
+    try:
+        path = hf_hub_download(base.model, "config.json", revision=base.revision)
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise Unreachable(
+            f"base.model: {base.model}: config.json cannot be had from the Hub: {reason}",
+            hint="name a local folder, or check the id, the network and HF_TOKEN",
+        ) from None
+    return Path(path).parent
