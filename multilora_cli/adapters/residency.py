@@ -55,7 +55,8 @@ class Residency:
         self._pinned = 0  # pages of hot pinned adapters
         self._events: list[Standing] = []
         self._done: list[Done] = []
-        self.purge: Callable[[str], int] = lambda digest: 0
+        self.purge: Callable[[str], int] = lambda digest: 0  # cached prefixes of a digest
+        self.on_loaded: Callable[[], None] = lambda: None  # on a loader thread
         self.loads = 0
         self.evictions = 0
         self.failed_loads = 0
@@ -235,17 +236,7 @@ class Residency:
     def check_integrity(self) -> None:
         """States, holds, leases, slots and pages agree."""
         for entry in self._entries.values():
-            running = sum(lease.running for lease in entry.leases)
-            if running != entry.running or any(lease.released for lease in entry.leases):
-                raise IntegrityError(f"{entry.digest[:12]}: {running} leases run, not counted so")
-            if entry.running and entry.state is not State.HOT:
-                raise IntegrityError(f"{entry.digest[:12]} runs while {entry.state.value}")
-            if (entry.placement is not None) != (entry.state in (State.COPYING, State.HOT)):
-                raise IntegrityError(f"{entry.digest[:12]} is {entry.state.value} but placed")
-            if (entry.loading is not None) != (entry.state is State.LOADING):
-                raise IntegrityError(f"{entry.digest[:12]} is {entry.state.value} but loads")
-            if entry.image is not None and entry.state not in (State.WARM, State.COPYING):
-                raise IntegrityError(f"{entry.digest[:12]} is {entry.state.value} and held")
+            entry.check_integrity()
         placed = {e.digest for e in self._entries.values() if e.placement is not None}
         if placed != set(self._placed):
             raise IntegrityError("the list of placed adapters is wrong")
@@ -342,6 +333,7 @@ class Residency:
                 self._num_loading += 1
                 entry.started_at = self._now()
                 entry.loading = self._loaders.submit(self._warm.load, entry.version)
+                entry.loading.add_done_callback(lambda _: self.on_loaded())
                 self._set_state(entry, State.LOADING)
         elif entry.state is State.WARM and entry.wants_hot():
             self._start_copy(entry, order)

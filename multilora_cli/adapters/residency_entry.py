@@ -6,6 +6,7 @@ from typing import Protocol
 
 from multilora_cli.adapters.hot_tier import Image, Placement
 from multilora_cli.adapters.lease import Failure, Lease, Pin, State, Version
+from multilora_cli.memory.page_pool import IntegrityError
 
 LOAD_S = 0.015  # reading and converting 27 MB from page cache, until measured
 NOBODY = 1 << 62  # the arrival number of what nobody waits for
@@ -117,3 +118,18 @@ class Entry:
         if order < NOBODY:
             return order
         return NOBODY - 1 if self.pin and not self.drains else None
+
+    def check_integrity(self) -> None:
+        """State, holds and leases agree."""
+        who = f"{self.version.name} ({self.digest[:12]}) is {self.state.value}"
+        running = sum(lease.running for lease in self.leases)
+        if running != self.running or any(lease.released for lease in self.leases):
+            raise IntegrityError(f"{who}: {running} leases run, {self.running} counted")
+        if self.running and self.state is not State.HOT:
+            raise IntegrityError(f"{who} and runs")
+        if (self.placement is not None) != (self.state in (State.COPYING, State.HOT)):
+            raise IntegrityError(f"{who}, its place says otherwise")
+        if (self.loading is not None) != (self.state is State.LOADING):
+            raise IntegrityError(f"{who}, its loader says otherwise")
+        if self.image is not None and self.state not in (State.WARM, State.COPYING):
+            raise IntegrityError(f"{who}, its image is held")

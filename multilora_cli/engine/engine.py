@@ -141,6 +141,10 @@ class Engine:
         elif isinstance(message, Drain):
             self._drain_at = self.parts.now() + message.deadline_s
 
+    def on_loaded(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on a loader thread, whenever a load ends."""
+        self.parts.residency.on_loaded = wake
+
     def take_replies(self) -> list[Reply]:
         """Replies to calls that are answered."""
         replies, self._replies = self._replies, []

@@ -1,0 +1,185 @@
+"""The engine as a child process: how it is started, what it listens to, how it ends.
+
+It is joined to the front by one inherited socket. It ends when the front does: by the end of the
+socket, and by the kernel's parent-death signal should a step hang. SIGINT and SIGTERM are the
+front's to act on (it sends Drain); here they are ignored, so that Ctrl-C in a terminal does not
+cut streams. Torch is imported in the child only, after the first sign of life.
+"""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.engine.link import Closed, Link, read_message, write_frame
+from multilora_cli.engine.messages import (
+    Progress,
+    Query,
+    Reply,
+    Snapshot,
+    StartFailed,
+    Step,
+    ToEngine,
+)
+from multilora_cli.errors import MloraError
+
+if TYPE_CHECKING:
+    from multilora_cli.engine.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+EXIT_CRASHED = 70  # an error outside any request: the front starts a new engine
+_PR_SET_PDEATHSIG = 1
+_STALLED_S = 1.0  # a step older than this is told of by the reader thread
+
+
+def spawn(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start an engine; returns the process and the front's end of the socket (blocking).
+
+    The engine sends Progress messages, then Ready or StartFailed. Closing the socket ends it.
+    """
+    here, there = socket.socketpair()
+    started: list[subprocess.Popen[bytes] | OSError] = []
+    is_started = threading.Event()
+
+    def keep() -> None:
+        """Live as long as the child: the kernel ties its death to the thread that started it."""
+        try:
+            with there:
+                command = [sys.executable, "-m", __name__, str(there.fileno()), str(os.getpid())]
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        pass_fds=[there.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                    )
+                )
+        except OSError as error:
+            started.append(error)
+        is_started.set()
+        while isinstance(started[0], subprocess.Popen) and started[0].poll() is None:
+            time.sleep(0.5)
+
+    threading.Thread(target=keep, name="engine-keeper", daemon=True).start()
+    is_started.wait()
+    process = started[0]
+    if isinstance(process, OSError):
+        here.close()
+        raise process
+    with contextlib.suppress(OSError):  # a child that is gone already shows as end of file
+        write_frame(here, msgspec.msgpack.encode(config))
+    return process, here
+
+
+class _Watch:
+    """Answers queries while a step hangs, from the last snapshot, with the age of the step."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.link = Link(connection, lost=lambda: os._exit(0), intercept=self._answer)
+        self.snapshot: Snapshot | None = None
+        self._step_began: float | None = None
+
+    def step_begins(self) -> None:
+        """A turn of the loop starts."""
+        self._step_began = time.monotonic()
+
+    def step_ended(self) -> None:
+        """The loop is between steps."""
+        self._step_began = None
+
+    def _answer(self, message: ToEngine) -> bool:
+        began, snapshot = self._step_began, self.snapshot
+        if not isinstance(message, Query) or began is None or snapshot is None:
+            return False
+        age_s = time.monotonic() - began
+        if age_s < _STALLED_S:
+            return False
+        counters = {**snapshot.counters, "loop_age_s": age_s}
+        stale = msgspec.structs.replace(snapshot, counters=counters)
+        self.link.send(Reply(message.call_id, snapshot=stale))
+        return True
+
+
+def main(arguments: list[str]) -> int:
+    """Entry of the child: descriptor of the socket and process id of the front."""
+    connection = socket.socket(fileno=int(arguments[0]))
+    _tie_to_front(int(arguments[1]))
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = read_message(connection, EngineConfig)
+    except Closed:
+        return 0
+    watch = _Watch(connection)
+    watch.link.start()
+    try:
+        engine = _build(config, watch.link)
+    except MloraError as error:
+        watch.link.send(StartFailed(error.message, error.hint, error.exit_code))
+        watch.link.close()
+        return error.exit_code
+    watch.link.send(engine.parts.ready)
+    try:
+        _serve(engine, watch)
+    except Exception:
+        _log.exception("the engine's loop failed")
+        return EXIT_CRASHED
+    watch.link.close()
+    return 0
+
+
+def _build(config: EngineConfig, link: Link) -> "Engine":
+    link.send(Progress("import", 0, 1))
+    from multilora_cli.engine.assemble import build_engine  # torch: 1 to 3 s
+
+    link.send(Progress("import", 1, 1))
+    engine = build_engine(
+        config, lambda phase, done, total: link.send(Progress(phase, done, total))
+    )
+    engine.on_loaded(link.wake)
+    return engine
+
+
+def _serve(engine: "Engine", watch: _Watch) -> None:
+    """Messages in, a step, deltas and events out, until a drain is complete."""
+    link = watch.link
+    while True:
+        for message in link.take(engine.idle_wait_s):
+            engine.handle(message)
+        watch.step_begins()
+        deltas = engine.step()
+        watch.step_ended()
+        if deltas:
+            link.send(Step(deltas))
+        for event in engine.take_events():
+            link.send(event)
+        for reply in engine.take_replies():
+            if reply.snapshot is not None:
+                watch.snapshot = reply.snapshot
+            link.send(reply)
+        if engine.drained:
+            return
+
+
+def _tie_to_front(front_pid: int) -> None:
+    """Die with the front, and leave SIGINT and SIGTERM to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != front_pid:  # it died before the signal was set
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    os._exit(main(sys.argv[1:]))  # not sys.exit: it would wait for a loader in mid-read
