@@ -1,1 +1,1 @@
-"""The HTTP front: routes, keys, streams."""
+"""The front process: OpenAI-compatible HTTP, keys, text, and one client of the engine."""

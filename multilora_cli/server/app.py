@@ -1,0 +1,349 @@
+"""The routes and what they do. Each has a policy; `create_app` refuses to build one without."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+from multilora_cli.adapters.registry import AdapterEntry, Registry
+from multilora_cli.engine.messages import AdapterRef
+from multilora_cli.errors import RequestError
+from multilora_cli.server.adapters import Adapters
+from multilora_cli.server.auth import KeyRing, Policy
+from multilora_cli.server.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generate,
+    LoadBody,
+    TokenizeBody,
+    UnloadBody,
+)
+from multilora_cli.server.client import EngineClient
+from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.docs import docs_page, openapi_document
+from multilora_cli.server.guard import Guard
+from multilora_cli.server.metrics import CONTENT_TYPE, EngineView, Metrics
+from multilora_cli.server.prepare import Texts, check_stream_options
+from multilora_cli.server.protocol import (
+    check_ids,
+    model_not_found,
+    parse_body,
+    select_adapter,
+    split_model,
+)
+from multilora_cli.server.routing import (
+    RouteSpec,
+    add_routes,
+    caller_of,
+    check_policies,
+    error_response,
+    json_response,
+    read_body,
+)
+from multilora_cli.server.run import Job, Run
+from multilora_cli.server.sse import EventStream, whole_reply
+from multilora_cli.text.chat_template import load_chat_template
+from multilora_cli.text.tokenizer import load_tokenizer
+
+_INLINE_BYTES = 64 * 2**10  # smaller bodies are parsed on the event loop
+Body = TypeVar("Body", bound=msgspec.Struct)
+Result = TypeVar("Result")
+
+
+class Front:
+    """Everything the routes share."""
+
+    def __init__(self, config: ServerConfig, registry: Registry, client: EngineClient) -> None:
+        self.config = config
+        self.client = client
+        tokenizer = load_tokenizer(config.base_path)
+        template = load_chat_template(config.base_path, tokenizer.special_tokens)
+        self.texts = Texts(config, tokenizer, template)
+        self.metrics = Metrics(config.base_name, config.limits.named_adapters)
+        self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
+        self.adapters = Adapters(registry, client, config, self.pool)
+        self.adapters.on_unload.append(self.metrics.adapters.forget)
+        self.created = int(time.time())
+        self._tasks: set[asyncio.Task[None]] = set()
+        client.on_ready.append(lambda _: self._in_background())
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer; known once the engine serves. Raises RequestError."""
+        if self.client.ready is None:
+            self.client.check_admission()
+            return 0
+        return self.client.ready.max_model_len
+
+    async def parse(self, request: Request, kind: type[Body]) -> Body:
+        """The checked body of a request."""
+        raw = await read_body(request, self.config.limits)
+        if len(raw) <= _INLINE_BYTES:
+            return parse_body(raw, kind)
+        return await self.in_thread(lambda: parse_body(raw, kind))
+
+    async def in_thread(self, function: Callable[[], Result]) -> Result:
+        """Run text work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+
+    async def adapter_of(self, body: Generate) -> AdapterRef | None:
+        """The adapter version that a request is served with."""
+        return await self.adapters.resolve(select_adapter(body, self.config.base_name))
+
+    async def answer(self, request: Request, job: Job, *, stream: bool) -> Response:
+        """Admit a job and answer it, streamed or whole."""
+        limits = self.config.limits
+        run = Run(job, self.texts.tokenizer, self.metrics)
+        handed_on = False
+        try:
+            run.admit(self.client, request.receive, limits.request_s)
+            first = await run.next()  # a failure before the first token is still an HTTP status
+            if stream:
+                handed_on = True
+                return EventStream(run, first, limits.write_stall_s)
+            return json_response(await whole_reply(run, first), job.frame.headers)
+        finally:
+            if not handed_on:
+                run.close()
+
+    def view(self) -> EngineView:
+        """What a scrape shows of the engine."""
+        return EngineView(
+            base_name=self.config.base_name,
+            max_loras=self.config.max_loras,
+            snapshot=self.client.snapshot,
+            names=self.adapters.names(),
+            statuses=self.client.statuses,
+            up=self.client.state == "ready",
+        )
+
+    def _in_background(self) -> None:
+        task = asyncio.get_running_loop().create_task(self.adapters.load_pinned())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Routes:
+    """The endpoints."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._page = ""
+        self._document: dict[str, Any] = {}
+
+    def table(self) -> list[RouteSpec]:
+        """Every route of the server."""
+        public, tenant, admin = Policy.PUBLIC, Policy.TENANT, Policy.ADMIN
+        specs = [
+            RouteSpec("POST", "/v1/chat/completions", self.chat, tenant,
+                      "Answer a conversation.", ChatBody),
+            RouteSpec("POST", "/v1/completions", self.completions, tenant,
+                      "Continue a text or token ids.", CompletionBody),
+            RouteSpec("GET", "/v1/models", self.models, tenant, "The base and every adapter."),
+            RouteSpec("GET", "/v1/models/{model_id:path}", self.model, tenant,
+                      "One model by name."),
+            RouteSpec("GET", "/v1/lora_adapters", self.lora_adapters, tenant,
+                      "Every adapter: tier, pages, pins, use."),
+            RouteSpec("POST", "/v1/load_lora_adapter", self.load, admin,
+                      "Register and load an adapter from a local folder.", LoadBody, "text/plain"),
+            RouteSpec("POST", "/v1/unload_lora_adapter", self.unload, admin,
+                      "Forget an adapter and free what it holds.", UnloadBody, "text/plain"),
+            RouteSpec("POST", "/tokenize", self.tokenize, tenant,
+                      "Token ids of a prompt or a conversation.", TokenizeBody),
+            RouteSpec("POST", "/detokenize", self.detokenize, tenant,
+                      "Text of token ids.", DetokenizeBody),
+            RouteSpec("GET", "/health", self.health, public, "Whether the server serves."),
+            RouteSpec("GET", "/readyz", self.readyz, public, "Whether requests are admitted."),
+            RouteSpec("GET", "/metrics", self.scrape, tenant, "Metrics for Prometheus.",
+                      None, "text/plain"),
+            RouteSpec("GET", "/openapi.json", self.openapi, public, "This contract."),
+            RouteSpec("GET", "/docs", self.docs, public, "This contract, to read.",
+                      None, "text/html"),
+        ]  # fmt: skip
+        title = f"mlora: {self._front.config.base_name}"
+        self._document = openapi_document(title, [spec.described for spec in specs])
+        self._page = docs_page(self._document)
+        return specs
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions"""
+        front = self._front
+        body = await front.parse(request, ChatBody)
+        check_stream_options(body)
+        adapter = await front.adapter_of(body)
+        front.client.check_admission()
+        length, caller = front.max_model_len, caller_of(request)
+        job = await front.in_thread(lambda: front.texts.chat(body, adapter, caller, length))
+        return await front.answer(request, job, stream=body.stream is True)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions"""
+        front = self._front
+        body = await front.parse(request, CompletionBody)
+        check_stream_options(body)
+        adapter = await front.adapter_of(body)
+        front.client.check_admission()
+        length, caller = front.max_model_len, caller_of(request)
+        job = await front.in_thread(lambda: front.texts.completion(body, adapter, caller, length))
+        return await front.answer(request, job, stream=body.stream is True)
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models"""
+        cards = [self._card(None), *map(self._card, self._front.adapters.registry.entries())]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{model_id}"""
+        model = str(request.path_params["model_id"])
+        name = split_model(model, self._front.config.base_name)
+        entry = self._front.adapters.registry.get(name) if name is not None else None
+        if name is not None and entry is None:
+            raise model_not_found(model)
+        return json_response(self._card(entry))
+
+    async def lora_adapters(self, _: Request) -> Response:
+        """GET /v1/lora_adapters"""
+        front = self._front
+        await front.client.query()
+        table = front.metrics.adapters
+        return json_response(front.adapters.listing(table.traffic))
+
+    async def load(self, request: Request) -> Response:
+        """POST /v1/load_lora_adapter"""
+        body = await self._front.parse(request, LoadBody)
+        return PlainTextResponse(await self._front.adapters.load(body))
+
+    async def unload(self, request: Request) -> Response:
+        """POST /v1/unload_lora_adapter"""
+        body = await self._front.parse(request, UnloadBody)
+        text, freed = await self._front.adapters.unload(body)
+        headers = {}
+        if freed is not None:
+            headers["x-mlora-freed-pages"] = str(freed.freed_pages)
+            headers["x-mlora-freed-host-bytes"] = str(freed.freed_host_bytes)
+        return PlainTextResponse(text, headers=headers)
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize"""
+        front = self._front
+        body = await front.parse(request, TokenizeBody)
+        self._check_model(body.model)
+        ids = await front.in_thread(lambda: front.texts.tokenize(body))
+        reply: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": front.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            reply["token_strs"] = [front.texts.tokenizer.pieces.label(i) for i in ids]
+        return json_response(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        front = self._front
+        body = await front.parse(request, DetokenizeBody)
+        self._check_model(body.model)
+        ids = body.tokens
+        if ids is None:
+            raise RequestError("tokens: required", param="tokens")
+        check_ids(ids, front.config.vocab_size, "tokens")
+        text = await front.in_thread(lambda: front.texts.tokenizer.decode(ids))
+        return json_response({"prompt": text})
+
+    async def health(self, _: Request) -> Response:
+        """GET /health"""
+        client = self._front.client
+        status = "degraded" if client.stalled else client.state
+        good = client.state in ("ready", "draining")
+        return self._state(status, good)
+
+    async def readyz(self, _: Request) -> Response:
+        """GET /readyz"""
+        client = self._front.client
+        return self._state(client.state, client.state == "ready" and not client.stalled)
+
+    async def scrape(self, _: Request) -> Response:
+        """GET /metrics"""
+        front = self._front
+        await front.client.query(0.5)
+        return Response(front.metrics.render(front.view()), media_type=CONTENT_TYPE)
+
+    async def openapi(self, _: Request) -> Response:
+        """GET /openapi.json"""
+        return json_response(self._document)
+
+    async def docs(self, _: Request) -> Response:
+        """GET /docs"""
+        policy = "default-src 'none'; style-src 'unsafe-inline'"
+        return HTMLResponse(self._page, headers={"content-security-policy": policy})
+
+    def _state(self, status: str, good: bool) -> Response:
+        reason = self._front.client.reason
+        if self._front.client.stalled:
+            reason = "the engine has not answered for some seconds"
+        body = {"status": status, "reason": reason or None}
+        response = json_response(body, {} if good else {"retry-after": "2"})
+        response.status_code = 200 if good else 503
+        return response
+
+    def _check_model(self, model: str | None) -> None:
+        if model is None:
+            return
+        name = split_model(model, self._front.config.base_name)
+        if name is not None and self._front.adapters.registry.get(name) is None:
+            raise model_not_found(model)
+
+    def _card(self, entry: AdapterEntry | None) -> dict[str, Any]:
+        front = self._front
+        base = front.config.base_name
+        ready = front.client.ready
+        return {
+            "id": base if entry is None else entry.name,
+            "object": "model",
+            "created": front.created if entry is None else int(entry.registered_at),
+            "owned_by": "mlora",
+            "root": str(front.config.base_path) if entry is None else entry.path,
+            "parent": None if entry is None else base,
+            "max_model_len": ready.max_model_len if ready is not None else None,
+            "permission": [],
+        }
+
+
+def create_app(front: Front) -> ASGIApp:
+    """The whole application. Raises RuntimeError where a route has no policy."""
+    config = front.config
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.keys = KeyRing(config.api_keys, config.admin_key)
+    app.state.front = front
+    app.add_exception_handler(HTTPException, _http_error)
+    add_routes(app, Routes(front).table())
+    check_policies(app)
+    count = front.metrics.replies
+    return Guard(app, config, lambda status: count.labels(status=str(status)).inc())
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    """404 and 405 of the router, in the error contract's shape."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    texts = {404: "no such route", 405: "this route has another method"}
+    response = error_response(
+        RequestError(
+            texts.get(status, "the request cannot be served"),
+            status=status,
+            code=codes.get(status, "invalid_request"),
+        )
+    )
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)
+    return response

@@ -1,0 +1,240 @@
+"""What the POST routes accept, field by field; the published schemas are made from these.
+
+Types and limits are checked while the bytes are parsed, before anything is copied or counted.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 64
+MAX_CHOICES = 8
+MAX_PROMPTS = 128
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_IDS = 64
+
+Name = Annotated[str, Meta(max_length=512)]
+Flag = bool | None
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream carries beside the text."""
+
+    include_usage: Flag = None  # one last chunk without choices, with usage
+    continuous_usage_stats: Flag = None  # usage so far in every chunk
+    include_obfuscation: Flag = None  # accepted; nothing is padded
+
+
+class LoraRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """TensorRT-LLM's way to name an adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=512)]
+    lora_int_id: int | None = None
+    lora_path: Name | None = None
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A piece of a message; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[Part], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
+    name: Name | None = None
+    reasoning_content: str | None = None  # passed to the template as it is
+    # Fields of replies that clients send back; they must be empty, since tools are not served.
+    refusal: str | None = None
+    annotations: Annotated[list[msgspec.Raw], Meta(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[msgspec.Raw], Meta(max_length=0)] | None = None
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that chat and text completions share."""
+
+    model: (
+        Annotated[str, Meta(description="Adapter name, base name, or `base:adapter`.")] | None
+    ) = None
+    lora_path: Annotated[str, Meta(description="Name of a registered adapter.")] | None = None
+    adapter_id: Name | None = None
+    adapter: Name | None = None
+    lora_request: LoraRequest | None = None
+
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2, description="0 is greedy.")] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31, description="-1 and 0: off.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIAS)
+        ]
+        | None
+    ) = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    include_stop_str_in_output: Flag = None
+    ignore_eos: Flag = None
+    skip_special_tokens: Flag = None
+    add_special_tokens: Flag = None
+    stream: Flag = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
+class ChatBody(Generate, frozen=True, kw_only=True):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    max_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                lt=2**31,
+                description="Default: what the context leaves. More than it leaves is cut to it.",
+            ),
+        ]
+        | None
+    ) = None
+    logprobs: Flag = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: Flag = None
+    chat_template_kwargs: (
+        Annotated[
+            dict[
+                Annotated[str, Meta(pattern=r"\A[a-z_]{1,64}\Z")],
+                bool | int | float | Annotated[str, Meta(max_length=256)] | None,
+            ],
+            Meta(max_length=16, description="Only variables that the base's template reads."),
+        ]
+        | None
+    ) = None
+    reasoning_effort: Annotated[str, Meta(pattern=r"\A[a-z]{1,16}\Z")] | None = None
+
+
+class CompletionBody(Generate, frozen=True, kw_only=True):
+    """Body of POST /v1/completions."""
+
+    prompt: (
+        str | Annotated[list[str | int | list[int]], Meta(min_length=1, max_length=2**20)] | None
+    ) = None
+    max_tokens: (
+        Annotated[
+            int, Meta(ge=0, lt=2**31, description="Default 16. 0 needs `echo`. Cut to the context.")
+        ]
+        | None
+    ) = None
+    echo: Flag = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/load_lora_adapter, as in vLLM."""
+
+    lora_name: str | None = None
+    lora_path: Annotated[str, Meta(max_length=4096)] | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+    pinned: Annotated[bool, Meta(description="Keep it on the device.")] = False
+    expected_generation: (
+        Annotated[int, Meta(ge=0, description="With load_inplace: refuse if another one is.")]
+        | None
+    ) = None
+
+
+class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/unload_lora_adapter, as in vLLM."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = None
+    expected_generation: Annotated[int, Meta(ge=0)] | None = None
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: Flag = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
+
+
+# Fields that other clients send and that change nothing here.
+HARMLESS = frozenset(
+    {
+        "include_reasoning", "metadata", "parallel_tool_calls", "priority",
+        "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
+        "service_tier", "spaces_between_special_tokens", "store", "user",
+    }
+)  # fmt: skip
+
+# Fields that would change the answer: accepted only with a value that asks for nothing.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "adapter_source": ("local",),
+    "allowed_token_ids": (),
+    "api_token": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_content_format": ("auto", "string"),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": (),
+    "web_search_options": (),
+}

@@ -1,0 +1,139 @@
+"""What stands before every route: request ids, header limits, Host and Origin, the last catch."""
+
+import ipaddress
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from multilora_cli.errors import RequestError
+from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.contract import error_body, error_headers, internal_error
+from multilora_cli.server.ticket import ClientGone
+
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class Guard:
+    """Outermost ASGI layer: every reply gets an x-request-id, every failure the error contract."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[int], None]) -> None:
+        """`count` is told the status of every reply."""
+        self._app = app
+        self._config = config
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        reply = _Reply(send, _request_id(scope), self._count)
+        try:
+            self._check(scope)
+            await self._app(scope, receive, reply.send)
+        except RequestError as error:
+            await reply.fail(error)
+        except ClientGone:
+            pass
+        except Exception:
+            _log.exception("request %s failed", reply.request_id.decode())
+            await reply.fail(internal_error())
+
+    def _check(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        if len(headers) > self._config.limits.max_headers:
+            raise RequestError(
+                f"{len(headers)} headers, expected at most {self._config.limits.max_headers}",
+                status=431,
+                code="headers_too_large",
+            )
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) > 1 or not (self._allowed(hosts[0]) if hosts else not self._guarded):
+            raise _forbidden("host_not_allowed", "the Host header is not one of this server's")
+        for name, value in headers:
+            if name == b"origin" and self._config.loopback and not self._same_machine(value):
+                raise _forbidden("origin_not_allowed", "requests from other origins are refused")
+
+    @property
+    def _guarded(self) -> bool:
+        return self._config.loopback or bool(self._config.allowed_hosts)
+
+    def _allowed(self, value: bytes) -> bool:
+        """On loopback only loopback names, so that a rebound DNS name gets nothing."""
+        if not self._guarded:
+            return True
+        name = _host_name(value)
+        if name is None:
+            return False
+        return name in self._config.allowed_hosts or _is_loopback(name)
+
+    def _same_machine(self, origin: bytes) -> bool:
+        try:
+            parts = urlsplit(origin.decode("ascii"))
+            name = parts.hostname
+        except (ValueError, UnicodeDecodeError):
+            return False
+        return name is not None and (name in self._config.allowed_hosts or _is_loopback(name))
+
+
+class _Reply:
+    """Adds the request id, and remembers whether anything was sent."""
+
+    def __init__(self, send: Send, request_id: bytes, count: Callable[[int], None]) -> None:
+        self._send = send
+        self._count = count
+        self._started = False
+        self.request_id = request_id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            self._count(message["status"])
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id)]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def fail(self, error: RequestError) -> None:
+        """Send an error as the whole reply; what has begun can only be cut off."""
+        if self._started:
+            raise error
+        body = error_body(error)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **error_headers(error),
+        }
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": raw})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()
+
+
+def _host_name(value: bytes) -> str | None:
+    match = re.fullmatch(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?", value)
+    return match[1].decode().strip("[]").lower() if match else None
+
+
+def _is_loopback(name: str) -> bool:
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _forbidden(code: str, message: str) -> RequestError:
+    return RequestError(message, status=403, code=code, kind="permission_error")

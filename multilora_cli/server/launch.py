@@ -1,0 +1,212 @@
+"""Start, signals, drain and stop of the front process.
+
+The port is taken before the engine starts, and answers 503 while it does. The first SIGTERM or
+SIGINT drains: admitted work goes on until the deadline, new work gets 503; then exit 0. The
+second one ends every stream with an error event and exits with 128 + its number.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from multilora_cli.adapters.registry import Registry
+from multilora_cli.engine.messages import Progress, Ready
+from multilora_cli.errors import AddressInUse, BadInput
+from multilora_cli.server.app import Front, create_app
+from multilora_cli.server.client import EngineClient, Spawn
+from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.connection import protocol_class
+from multilora_cli.server.contract import unavailable
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 2048
+_CLOSE_S = 3  # for replies that are still being written after everything ended
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the command line shows while a server lives. Called on the event loop: be quick."""
+
+    listening: Callable[[str], None] = _nothing  # the URL; answers 503 until ready
+    progress: Callable[[Progress], None] = _nothing
+    ready: Callable[[Ready, str], None] = _nothing  # first start and every restart; the URL
+    draining: Callable[[int], None] = _nothing  # sequences that are still in flight
+
+
+class Shutdown:
+    """The signals received so far."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self.signum = 0
+
+    def request(self, signum: int = signal.SIGTERM) -> None:
+        """One more signal: the first drains, the second aborts."""
+        self.signum = signum
+        (self.second if self.first.is_set() else self.first).set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling: it would refuse connections instead of draining."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run_server(
+    config: ServerConfig, registry: Registry, spawn: Spawn, *, hooks: Hooks | None = None
+) -> int:
+    """Serve until a signal; the exit status.
+
+    Raises AddressInUse before anything is started, ModelError for an unusable tokenizer or
+    template, and what the engine said where it cannot start.
+    """
+    listener = bind(config.host, config.port)
+    with listener:
+        return asyncio.run(_main(config, registry, spawn, hooks or Hooks(), listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The one listening socket. Raises AddressInUse, or BadInput for a host that is not ours."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise BadInput(f"server.host: {host}: {error.strerror or error}") from None
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)  # two binds can both succeed; only one of them listens
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(
+                f"{_shown(host, port)} is in use",
+                hint="another server listens there; choose another with --port",
+            ) from None
+        raise BadInput(f"cannot listen on {_shown(host, port)}: {error.strerror}") from None
+    return listener
+
+
+async def _main(
+    config: ServerConfig,
+    registry: Registry,
+    spawn: Spawn,
+    hooks: Hooks,
+    listener: socket.socket,
+) -> int:
+    shutdown = Shutdown()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, shutdown.request, signum)
+    return await serve(config, registry, spawn, listener, shutdown, hooks)
+
+
+async def serve(
+    config: ServerConfig,
+    registry: Registry,
+    spawn: Spawn,
+    listener: socket.socket,
+    shutdown: Shutdown,
+    hooks: Hooks,
+) -> int:
+    """`run_server` on a running event loop, with the caller's shutdown."""
+    client = EngineClient(spawn, max_sequences=config.limits.max_sequences)
+    front = Front(config, registry, client)
+    url = f"http://{_shown(config.host, listener.getsockname()[1])}"
+    client.on_progress.append(hooks.progress)
+    client.on_ready.append(lambda ready: hooks.ready(ready, url))
+    server = _server(front)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    client.start()
+    hooks.listening(url)
+    try:
+        status = await _live(client, shutdown, config.drain_s, hooks, serving)
+    finally:
+        await client.stop()
+        server.should_exit = True
+        await serving
+        front.pool.shutdown(wait=False, cancel_futures=True)
+    return status
+
+
+async def _live(
+    client: EngineClient,
+    shutdown: Shutdown,
+    drain_s: float,
+    hooks: Hooks,
+    serving: "asyncio.Task[None]",
+) -> int:
+    """From start to the end of the drain."""
+    ready = asyncio.create_task(client.wait_ready())
+    stop = asyncio.create_task(shutdown.first.wait())
+    again = asyncio.create_task(shutdown.second.wait())
+    tasks = [ready, stop, again]
+    try:
+        await asyncio.wait([ready, stop, serving], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.done():
+            await ready  # raises what the engine said where it cannot start
+            await asyncio.wait([stop, serving], return_when=asyncio.FIRST_COMPLETED)
+        elif not ready.done():
+            return 128 + shutdown.signum  # interrupted while it started: nothing to drain
+        return await _drain(client, shutdown, drain_s, hooks, again)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _drain(
+    client: EngineClient,
+    shutdown: Shutdown,
+    drain_s: float,
+    hooks: Hooks,
+    again: "asyncio.Task[bool]",
+) -> int:
+    client.begin_drain()
+    hooks.draining(client.num_sequences)
+    idle = asyncio.create_task(client.wait_idle(drain_s))
+    await asyncio.wait([idle, again], return_when=asyncio.FIRST_COMPLETED)
+    idle.cancel()
+    if not again.done():
+        return 0
+    client.fail_all(unavailable("server_shutting_down", "the server was stopped", 5))
+    return 128 + shutdown.signum
+
+
+def _server(front: Front) -> _Server:
+    limits = front.config.limits
+    return _Server(
+        uvicorn.Config(
+            create_app(front),
+            http=protocol_class(limits),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=int(limits.idle_s),
+            timeout_graceful_shutdown=_CLOSE_S,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+        )
+    )
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"

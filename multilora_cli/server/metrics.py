@@ -1,0 +1,301 @@
+"""Metrics in Prometheus' text form: vLLM's names where routers read them, `mlora_` for the rest.
+
+Series per adapter are bounded: the busiest have their own, all others share `other`. An adapter
+that becomes busier takes the place of the least busy one, whose counts go on in `other`, so every
+series only grows.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from multilora_cli.engine.messages import AdapterStatus, Snapshot
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+OTHER = "other"
+_TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ITL_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
+_E2E_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+@dataclass
+class AdapterCounts:
+    """What one series of adapter metrics has counted."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    ttft_sum_s: float = 0.0
+    ttft_counts: list[int] = field(default_factory=lambda: [0] * (len(_TTFT_S) + 1))
+
+    def merge(self, other: "AdapterCounts") -> None:
+        """Add what another series has counted."""
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.ttft_sum_s += other.ttft_sum_s
+        pairs = zip(self.ttft_counts, other.ttft_counts, strict=True)
+        self.ttft_counts = [ours + theirs for ours, theirs in pairs]
+
+
+class AdapterTable:
+    """Counts by adapter name, at most `limit` of them by name."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.traffic: dict[str, int] = {}
+        self.named: dict[str, AdapterCounts] = {}
+        self.other = AdapterCounts()
+
+    def counts(self, name: str) -> AdapterCounts:
+        """Where a request of this adapter counts. Only registered names come here."""
+        self.traffic[name] = self.traffic.get(name, 0) + 1
+        if name in self.named:
+            return self.named[name]
+        if len(self.named) >= self._limit:
+            least = min(self.named, key=self.traffic.__getitem__, default=None)
+            if least is None or self.traffic[least] >= self.traffic[name]:
+                return self.other
+            self.other.merge(self.named.pop(least))
+        return self.named.setdefault(name, AdapterCounts())
+
+    def forget(self, name: str) -> None:
+        """An adapter was unloaded: its counts go on in `other`."""
+        self.traffic.pop(name, None)
+        if name in self.named:
+            self.other.merge(self.named.pop(name))
+
+
+class RequestMeter:
+    """Times and counts one request."""
+
+    def __init__(self, metrics: "Metrics", adapter: str | None, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._counts = metrics.adapters.counts(adapter) if adapter is not None else None
+        self._started_s = time.monotonic()
+        self._last_s: float | None = None
+        metrics.prompt_tokens.inc(prompt_tokens)
+        if self._counts is not None:
+            self._counts.requests += 1
+            self._counts.prompt_tokens += prompt_tokens
+
+    def tokens(self, count: int) -> None:
+        """Some tokens arrived now."""
+        now_s = time.monotonic()
+        if self._last_s is None:
+            self._first(now_s - self._started_s)
+        else:
+            self._metrics.itl.observe((now_s - self._last_s) / count)
+        self._last_s = now_s
+        self._metrics.generation_tokens.inc(count)
+        if self._counts is not None:
+            self._counts.output_tokens += count
+
+    def finished(self, reason: str) -> None:
+        """The request ended; `reason` is a finish reason, abort or error."""
+        self._metrics.requests.labels(finished_reason=reason).inc()
+        self._metrics.e2e.observe(time.monotonic() - self._started_s)
+
+    def _first(self, ttft_s: float) -> None:
+        self._metrics.ttft.observe(ttft_s)
+        if self._counts is not None:
+            self._counts.ttft_sum_s += ttft_s
+            self._counts.ttft_counts[bisect_left(_TTFT_S, ttft_s)] += 1
+
+
+class Metrics:
+    """All series of one server."""
+
+    def __init__(self, base_name: str, named_adapters: int) -> None:
+        self.registry = CollectorRegistry()
+        self.adapters = AdapterTable(named_adapters)
+        labels = {"model_name": base_name, "engine": "0"}
+        names = tuple(labels)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, text, names, buckets=buckets, registry=self.registry)
+            return made.labels(**labels)
+
+        self.ttft = histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S
+        )
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Between tokens.", _ITL_S)
+        self.e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _E2E_S)
+        tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", names, registry=self.registry)
+        self.prompt_tokens = tokens.labels(**labels)
+        tokens = Counter(
+            "vllm:generation_tokens", "Generated tokens.", names, registry=self.registry
+        )
+        self.generation_tokens = tokens.labels(**labels)
+        self.requests = Counter(
+            "vllm:request_success",
+            "Ended requests by reason.",
+            ("finished_reason",),
+            registry=self.registry,
+        )
+        self.replies = Counter(
+            "mlora_http_replies", "HTTP replies by status.", ("status",), registry=self.registry
+        )
+        self.engine_restarts = Counter(
+            "mlora_engine_restarts", "Times the engine was restarted.", registry=self.registry
+        )
+
+    def meter(self, adapter: str | None, prompt_tokens: int) -> RequestMeter:
+        """Begin to count a request; `adapter` is a registered name or None for the base."""
+        return RequestMeter(self, adapter, prompt_tokens)
+
+    def render(self, state: "EngineView") -> bytes:
+        """Everything, as Prometheus scrapes it."""
+        registry = CollectorRegistry()
+        registry.register(_Scrape(self, state))
+        return generate_latest(self.registry) + generate_latest(registry)
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What a scrape shows of the engine."""
+
+    base_name: str
+    max_loras: int
+    snapshot: Snapshot | None
+    names: Mapping[str, str]  # digest -> adapter name
+    statuses: Mapping[str, AdapterStatus]
+    up: bool
+
+
+class _Scrape(Collector):
+    """Series that are computed when they are read."""
+
+    def __init__(self, metrics: Metrics, view: EngineView) -> None:
+        self._adapters = metrics.adapters
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client: the families of this scrape."""
+        yield _gauge("mlora_engine_up", "1 while the engine serves.", float(self._view.up))
+        yield from self._engine()
+        yield from self._traffic()
+        yield from self._residency()
+
+    def _engine(self) -> Iterator[Metric]:
+        snapshot = self._view.snapshot
+        if snapshot is None:
+            return
+        yield self._lora_info(snapshot)
+        labels = {"model_name": self._view.base_name, "engine": "0"}
+        used = 1 - snapshot.pages_free / max(snapshot.pages_total, 1)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences in the batch.", snapshot.running),
+            ("vllm:num_requests_waiting", "Sequences that wait.", snapshot.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the pool in use.", used),
+        ):
+            yield _gauge(name, text, value, labels)
+        for name, pages in (
+            ("total", snapshot.pages_total),
+            ("free", snapshot.pages_free),
+            ("kv", snapshot.pages_kv),
+            ("cached", snapshot.pages_cached),
+            ("adapters", snapshot.pages_adapters),
+        ):
+            yield _gauge(f"mlora_pages_{name}", "Pages of the pool.", pages)
+        for name, value in sorted(snapshot.counters.items()):
+            if name.endswith("_s"):
+                yield _gauge(f"mlora_engine_{name}econds", "Of the engine.", value)
+            else:
+                yield CounterMetricFamily(_VLLM.get(name, f"mlora_engine_{name}"), name, value)
+
+    def _lora_info(self, snapshot: Snapshot) -> Metric:
+        """vLLM's one LoRA metric, letter for letter: routers parse its labels."""
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Running stats on lora requests.",
+            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        )
+        names = self._view.names
+        family.add_metric(
+            (
+                str(self._view.max_loras),
+                ",".join(names.get(d, d[:12]) for d in sorted(snapshot.waiting_adapters)),
+                ",".join(names.get(d, d[:12]) for d in sorted(snapshot.running_adapters)),
+            ),
+            time.time(),
+        )
+        return family
+
+    def _traffic(self) -> Iterator[Metric]:
+        rows = {**self._adapters.named, OTHER: self._adapters.other}
+        for name, text in (
+            ("requests", "Requests by adapter."),
+            ("prompt_tokens", "Prompt tokens by adapter."),
+            ("output_tokens", "Generated tokens by adapter."),
+        ):
+            family = CounterMetricFamily(f"mlora_adapter_{name}", text, labels=("adapter",))
+            for adapter, counts in rows.items():
+                family.add_metric((adapter,), getattr(counts, name))
+            yield family
+        histogram = HistogramMetricFamily(
+            "mlora_adapter_ttft_seconds", "Arrival to first token.", labels=("adapter",)
+        )
+        for adapter, counts in rows.items():
+            histogram.add_metric((adapter,), _cumulated(counts.ttft_counts), counts.ttft_sum_s)
+        yield histogram
+
+    def _residency(self) -> Iterator[Metric]:
+        tiers: dict[str, int] = {}
+        rows: dict[str, AdapterStatus] = {}
+        for digest, status in self._view.statuses.items():
+            tiers[status.tier] = tiers.get(status.tier, 0) + 1
+            name = self._view.names.get(digest)
+            if name in self._adapters.named and name is not None:
+                rows[name] = status
+        family = GaugeMetricFamily("mlora_adapters", "Adapters by tier.", labels=("tier",))
+        for tier, count in sorted(tiers.items()):
+            family.add_metric((tier,), count)
+        yield family
+        for name, text in (
+            ("pages", "Pages on the device."),
+            ("host_bytes", "Bytes of the warm image."),
+            ("references", "Sequences that use it."),
+        ):
+            family = GaugeMetricFamily(f"mlora_adapter_{name}", text, labels=("adapter",))
+            for adapter, status in rows.items():
+                family.add_metric((adapter,), getattr(status, name))
+            yield family
+        loads = CounterMetricFamily(
+            "mlora_adapter_loads", "Times it was loaded.", labels=("adapter",)
+        )
+        for adapter, status in rows.items():
+            loads.add_metric((adapter,), status.loads)
+        yield loads
+
+
+_VLLM = {
+    "preemptions": "vllm:num_preemptions",
+    "prefix_hits": "vllm:prefix_cache_hits",
+    "prefix_queries": "vllm:prefix_cache_queries",
+}
+
+
+def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
+
+
+def _cumulated(counts: list[int]) -> list[tuple[str, float]]:
+    total, rows = 0, []
+    for bound, count in zip((*map(str, _TTFT_S), "+Inf"), counts, strict=True):
+        total += count
+        rows.append((bound, float(total)))
+    return rows

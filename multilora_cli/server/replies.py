@@ -1,0 +1,171 @@
+"""Replies and chunks in OpenAI's shapes."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from multilora_cli.engine.messages import AdapterRef, TokenLogprobs
+from multilora_cli.server.choice import Choice, Usage
+from multilora_cli.text.pieces import PieceTable
+
+MIN_LOGPROB = -9999.0  # JSON has no -Infinity
+Kind = Literal["chat", "text"]
+_OBJECTS = {"chat": "chat.completion", "text": "text_completion"}
+_CHUNKS = {"chat": "chat.completion.chunk", "text": "text_completion"}
+_PREFIXES = {"chat": "chatcmpl-", "text": "cmpl-"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What every reply and chunk of one request repeats."""
+
+    kind: Kind
+    model: str  # as the request named it
+    adapter: AdapterRef | None
+    base_digest: str
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", self.id or _PREFIXES[self.kind] + uuid.uuid4().hex)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Which adapter version answers."""
+        if self.adapter is None:
+            return {}
+        return {
+            "x-mlora-adapter": self.adapter.name,
+            "x-mlora-digest": f"sha256:{self.adapter.digest}",
+            "x-mlora-generation": str(self.adapter.generation),
+        }
+
+    def reply(self, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        """A whole reply."""
+        return self._head(_OBJECTS[self.kind]) | {
+            "choices": choices,
+            "usage": self.usage(usage),
+        }
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One chunk of a stream, without usage."""
+        return self._head(_CHUNKS[self.kind]) | {"choices": choices}
+
+    def usage(self, usage: Usage) -> dict[str, Any]:
+        """Token counts, and the adapter version they were spent on."""
+        counts: dict[str, Any] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
+        if self.adapter is not None:
+            counts["adapter"] = {
+                "name": self.adapter.name,
+                "digest": f"sha256:{self.adapter.digest}",
+                "generation": self.adapter.generation,
+            }
+        return counts
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        digest = self.adapter.digest if self.adapter else self.base_digest
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"fp_{digest[:12]}" if digest else None,
+        }
+
+
+def chat_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """A choice of a whole chat reply."""
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def text_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """A choice of a whole text completion, and of its chunks."""
+    return {
+        "index": choice.index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def chat_delta(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    """A choice of a chat chunk."""
+    return {
+        "index": choice.index,
+        "delta": {"content": text} if text or choice.finish_reason is None else {},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def chat_role(index: int) -> dict[str, Any]:
+    """The first choice of a stream: who speaks."""
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def chat_logprobs(
+    logprobs: Sequence[TokenLogprobs], pieces: PieceTable, num_top: int
+) -> dict[str, Any]:
+    """The logprobs object of chat: chosen tokens, each with its best alternatives."""
+    content = []
+    for entry in logprobs:
+        tops = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        top = [_chat_token(token_id, logprob, pieces) for token_id, logprob in tops]
+        content.append(_chat_token(entry.token_id, entry.logprob, pieces) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(token_id: int, logprob: float, pieces: PieceTable) -> dict[str, Any]:
+    return {
+        "token": pieces.label(token_id),
+        "logprob": max(logprob, MIN_LOGPROB),
+        "bytes": list(pieces.piece(token_id, skip_special=False)),
+    }
+
+
+class TextLogprobs:
+    """The logprobs object of text completions, with offsets that go on over the chunks."""
+
+    def __init__(self, pieces: PieceTable, num_top: int) -> None:
+        self._pieces = pieces
+        self._num_top = num_top
+        self._offset = 0
+
+    def take(
+        self, logprobs: Sequence[TokenLogprobs | None], token_ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Columns for some tokens; `token_ids` names those without probabilities (the first)."""
+        columns: dict[str, list[Any]] = {
+            "text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": [],
+        }  # fmt: skip
+        for place, entry in enumerate(logprobs):
+            token_id = token_ids[place] if entry is None else entry.token_id
+            label = self._pieces.label(token_id)
+            columns["text_offset"].append(self._offset)
+            columns["tokens"].append(label)
+            columns["token_logprobs"].append(entry and max(entry.logprob, MIN_LOGPROB))
+            columns["top_logprobs"].append(entry and self._top(entry))
+            self._offset += len(label)
+        return columns
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        tops = zip(entry.top_ids[: self._num_top], entry.top_logprobs[: self._num_top], strict=True)
+        found = {self._pieces.label(i): max(logprob, MIN_LOGPROB) for i, logprob in tops}
+        found[self._pieces.label(entry.token_id)] = max(entry.logprob, MIN_LOGPROB)
+        return found

@@ -1,0 +1,131 @@
+"""One generation, from admission to its last token, for streamed and whole replies alike."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from multilora_cli.engine.messages import Delta, Submit
+from multilora_cli.errors import RequestError
+from multilora_cli.server.choice import Choice, Growth, TextRules, Usage
+from multilora_cli.server.client import EngineClient
+from multilora_cli.server.contract import fault_error
+from multilora_cli.server.metrics import Metrics
+from multilora_cli.server.replies import Frame
+from multilora_cli.server.ticket import ClientGone, Ticket
+from multilora_cli.text.tokenizer import Tokenizer
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that was checked and can be admitted."""
+
+    frame: Frame
+    submits: list[Submit]  # one a prompt
+    rules: TextRules
+    num_top: int | None = None  # alternatives a logprob; None: no logprobs
+    echo: list[str] | None = None  # text of each prompt, sent before its answer
+    include_usage: bool = False
+    continuous_usage: bool = False
+
+    @property
+    def n(self) -> int:
+        """Answers a prompt."""
+        return self.submits[0].n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(submit.prompt) for submit in self.submits)
+
+
+class Step(NamedTuple):
+    """One delta as text."""
+
+    choice: Choice
+    growth: Growth
+    delta: Delta
+
+
+class Run:
+    """A job in the engine. `close` is always called; it aborts what is unfinished."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        self.job = job
+        self.tokenizer = tokenizer
+        self.usage = Usage(prompt_tokens=job.prompt_tokens)
+        count = len(job.submits) * job.n
+        self.choices = [Choice(index, tokenizer, job.rules) for index in range(count)]
+        adapter = job.frame.adapter
+        self._meter = metrics.meter(adapter.name if adapter else None, job.prompt_tokens)
+        self._outcome = "abort"
+        self._ticket: Ticket | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def admit(self, client: EngineClient, receive: Receive, deadline_s: float) -> None:
+        """Submit to the engine; from here on a client that leaves is noticed."""
+        ticket = self._ticket = client.submit(self.job.submits)
+        loop = asyncio.get_running_loop()
+        self._watcher = loop.create_task(_watch(receive, ticket))
+        error = RequestError(
+            f"not finished within {deadline_s:g} s",
+            status=408,
+            code="timeout",
+            kind="timeout_error",
+        )
+        self._timer = loop.call_later(deadline_s, ticket.fail, error)
+
+    async def next(self) -> list[Step]:
+        """What came since the last call; nothing once all answers ended. Raises RequestError."""
+        if self._ticket is None:
+            raise RuntimeError("not admitted")
+        try:
+            while deltas := await self._ticket.next():
+                steps = [step for delta in deltas if (step := self._step(self._ticket, delta))]
+                if steps:
+                    return steps
+        except RequestError:
+            self._outcome = "error"
+            raise
+        return []
+
+    def close(self) -> None:
+        """Release everything, whatever happened."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._ticket is not None:
+            with self._ticket:
+                pass
+        if all(choice.finish_reason for choice in self.choices):
+            self._outcome = str(self.choices[0].finish_reason)
+        self._meter.finished(self._outcome)
+
+    def _step(self, ticket: Ticket, delta: Delta) -> Step | None:
+        choice = self.choices[ticket.place(delta) * self.job.n + delta.index]
+        if choice.finish_reason is not None:
+            return None  # sent before the engine learned of a cut
+        if delta.fault is not None:
+            raise fault_error(delta.fault)
+        if delta.cached_tokens and delta.index == 0:
+            self.usage.cached_tokens += delta.cached_tokens
+        before = choice.num_tokens
+        growth = choice.add(delta)
+        added = choice.num_tokens - before
+        if added:
+            self.usage.completion_tokens += added
+            self._meter.tokens(added)
+        if growth.finish_reason is not None and delta.finish_reason is None:
+            ticket.cut(delta)
+        return Step(choice, growth, delta)
+
+
+async def _watch(receive: Receive, ticket: Ticket) -> None:
+    """Notice that the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    ticket.fail(ClientGone())

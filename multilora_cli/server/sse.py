@@ -1,0 +1,175 @@
+"""Replies of a run, streamed or whole.
+
+In a stream every delta of a step that belongs to the request goes out in one write. The first
+chunk of a chat choice carries the role. `[DONE]` ends a whole stream and nothing else; a failure
+is an error event, and the stream ends without `[DONE]`.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from multilora_cli.engine.messages import TokenLogprobs
+from multilora_cli.errors import RequestError
+from multilora_cli.server.contract import error_object, internal_error
+from multilora_cli.server.replies import (
+    TextLogprobs,
+    chat_choice,
+    chat_delta,
+    chat_logprobs,
+    chat_role,
+    text_choice,
+)
+from multilora_cli.server.run import Run, Step
+from multilora_cli.server.ticket import ClientGone
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Columns:
+    """Log-probabilities and echoed prompts of a run's choices."""
+
+    def __init__(self, run: Run) -> None:
+        self._job = run.job
+        self._pieces = run.tokenizer.pieces
+        num_top = run.job.num_top or 0
+        self._texts = [TextLogprobs(self._pieces, num_top) for _ in run.choices]
+
+    def echo(self, index: int) -> str:
+        """The prompt's text where the request wants it before the answer."""
+        return self._job.echo[index // self._job.n] if self._job.echo is not None else ""
+
+    def entries(self, step: Step) -> list[TokenLogprobs | None]:
+        """The prompt's log-probabilities where they came, then the answer's."""
+        return [*(step.delta.prompt_logprobs or ()), *step.growth.logprobs]
+
+    def take(self, index: int, entries: list[TokenLogprobs | None]) -> dict[str, Any] | None:
+        """The logprobs object for some entries; None where the request wants none."""
+        if self._job.num_top is None:
+            return None
+        if self._job.frame.kind == "chat":
+            known = [entry for entry in entries if entry is not None]
+            return chat_logprobs(known, self._pieces, self._job.num_top)
+        prompt = self._job.submits[index // self._job.n].prompt
+        return self._texts[index].take(entries, prompt)
+
+
+class Chunks:
+    """Turns steps of one run into the bytes of its stream."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._job = run.job
+        self._begun: set[int] = set()
+        self._columns = Columns(run)
+
+    def encode(self, steps: list[Step]) -> bytes:
+        """All chunks of some steps, in order."""
+        return b"".join(event(chunk) for step in steps for chunk in self._chunks(step))
+
+    def last(self) -> bytes:
+        """What follows the last chunk of a whole stream."""
+        if not self._job.include_usage:
+            return DONE
+        frame = self._job.frame
+        return event(frame.chunk([]) | {"usage": frame.usage(self._run.usage)}) + DONE
+
+    def _chunks(self, step: Step) -> Iterator[dict[str, Any]]:
+        index = step.choice.index
+        first = index not in self._begun
+        self._begun.add(index)
+        text = step.growth.text
+        if self._job.frame.kind == "chat":
+            if first:
+                yield self._chunk(chat_role(index))
+        elif first:
+            text = self._columns.echo(index) + text
+        entries = self._columns.entries(step)
+        if text or step.growth.finish_reason or (entries and self._job.num_top is not None):
+            make = chat_delta if self._job.frame.kind == "chat" else text_choice
+            logprobs = self._columns.take(index, entries) if entries else None
+            yield self._chunk(make(step.choice, text, logprobs))
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._job.frame.chunk([choice])
+        if self._job.continuous_usage:
+            chunk["usage"] = self._job.frame.usage(self._run.usage)
+        elif self._job.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+
+async def whole_reply(run: Run, first: list[Step]) -> dict[str, Any]:
+    """The reply of a run that is not streamed, once all its answers have ended."""
+    job, columns = run.job, Columns(run)
+    texts: list[list[str]] = [[] for _ in run.choices]
+    logprobs: list[list[TokenLogprobs | None]] = [[] for _ in run.choices]
+    steps = first
+    while steps:
+        for step in steps:
+            index = step.choice.index
+            texts[index].append(step.growth.text)
+            logprobs[index] += columns.entries(step)
+        steps = await run.next()
+    choices = []
+    for choice in run.choices:
+        text = columns.echo(choice.index) + "".join(texts[choice.index])
+        make = chat_choice if job.frame.kind == "chat" else text_choice
+        choices.append(make(choice, text, columns.take(choice.index, logprobs[choice.index])))
+    return job.frame.reply(choices, run.usage)
+
+
+class EventStream(Response):
+    """The streamed reply of a run whose first steps are already here."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: Run, first: list[Step], write_stall_s: float) -> None:
+        self._run = run
+        self._first = first
+        self._write_stall_s = write_stall_s
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, headers=headers | run.job.frame.headers)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI: the whole stream; leaving early, for whatever reason, aborts the run."""
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await self._stream(send)
+        except (ClientGone, TimeoutError):
+            pass  # nobody reads any more
+        finally:
+            self._run.close()
+
+    async def _stream(self, send: Send) -> None:
+        chunks = Chunks(self._run)
+        try:
+            steps = self._first
+            while steps:
+                if data := chunks.encode(steps):
+                    await self._write(send, data)
+                steps = await self._run.next()
+            last = chunks.last()
+        except RequestError as error:
+            last = event(error_object(error))
+        except (ClientGone, TimeoutError, asyncio.CancelledError):
+            raise
+        except Exception:
+            await self._write(send, event(error_object(internal_error())), more=False)
+            raise
+        await self._write(send, last, more=False)
+
+    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with asyncio.timeout(self._write_stall_s):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
