@@ -17,9 +17,9 @@ from multilora_cli.adapters.safetensors_header import (
     SafetensorsHeader,
     TensorEntry,
     open_file,
-    quoted,
     read_header,
 )
+from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from multilora_cli.adapters.safetensors_header import OpenFile, TensorEntry, open_file, quoted
+from multilora_cli.adapters.safetensors_header import OpenFile, TensorEntry, open_file
+from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError
 from multilora_cli.models.checkpoint import Checkpoint, model_errors, open_checkpoint
 from multilora_cli.models.decoder import Decoder
