@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
+from multilora_cli.adapters.module_pattern import matches_key
 from multilora_cli.adapters.peft_config import AdapterConfig
 from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
@@ -90,6 +91,7 @@ class Coverage:
         self._config = config
         self._geometry = geometry
         self._where = where
+        self.notes: tuple[str, ...] = ()  # for people, after `bind`
         self._shapes = dict(geometry.module_shapes)
         for fused, members in FUSED.items():
             d_in = self._shapes[members[0]][0]
@@ -125,7 +127,7 @@ class Coverage:
         self._check_base(pairs)
         weights: dict[tuple[int, str], ModuleWeights] = {}
         for (layer, module), pair in pairs.items():
-            path = f"{prefix}layers.{layer}.{_BLOCKS[module]}.{module}"
+            path = _path(prefix, layer, module)
             bound = self._weights(path, pair, max_rank)
             for member, part in self._members(module, bound):
                 if (layer, member) in weights:
@@ -137,6 +139,10 @@ class Coverage:
                     )
                 weights[layer, member] = part
         self._check_declared(prefix, pairs, weights)
+        self.notes = tuple(
+            f"{field}: {quoted(key)} matches no adapted module"
+            for field, key in self._unused_patterns(prefix, pairs)
+        )
         return weights
 
     def unknown(self, entry: TensorEntry) -> AdapterError:
@@ -313,7 +319,7 @@ class Coverage:
                     "target_modules",
                 )
         for (layer, module), pair in pairs.items():
-            path = f"{prefix}layers.{layer}.{_BLOCKS[module]}.{module}"
+            path = _path(prefix, layer, module)
             if not targets(path):
                 name = pair["A"].name
                 self._fail(
@@ -325,9 +331,9 @@ class Coverage:
         declared = [
             path
             for layer in range(self._geometry.num_layers)
-            for module, block in _BLOCKS.items()
+            for module in _BLOCKS
             if module not in FUSED
-            and targets(path := f"{prefix}layers.{layer}.{block}.{module}")
+            and targets(path := _path(prefix, layer, module))
             and (layer, module) not in weights
         ]
         if declared:
@@ -337,6 +343,22 @@ class Coverage:
                 "missing_tensors",
                 "target_modules",
             )
+
+    def _unused_patterns(self, prefix: str, pairs: _Pairs) -> Iterator[tuple[str, str]]:
+        """Keys of rank_pattern and alpha_pattern that PEFT would warn of."""
+        config = self._config
+        for field, keys in (
+            ("rank_pattern", config.rank_pattern),
+            ("alpha_pattern", config.alpha_pattern),
+        ):
+            for key in keys:
+                paths = (_path(prefix, layer, module) for layer, module in pairs)
+                if not any(matches_key(key, path) for path in paths):
+                    yield field, key
+
+
+def _path(prefix: str, layer: int, module: str) -> str:
+    return f"{prefix}layers.{layer}.{_BLOCKS[module]}.{module}"
 
 
 def _parse(name: str) -> _Name | None:

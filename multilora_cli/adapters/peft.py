@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multilora_cli.adapters.base_copies import check_base_copies
 from multilora_cli.adapters.coverage import Coverage, ModuleWeights
 from multilora_cli.adapters.module_pattern import PatternError
 from multilora_cli.adapters.peft_config import (
@@ -124,7 +123,7 @@ def read_adapter(
         tensors=tensors,
         weights=weights,
         files=(identity, *(header.identity for header in headers)),
-        notes=(*notes, *config.notes, *file_notes, *copies),
+        notes=(*notes, *config.notes, *file_notes, *copies, *coverage.notes),
     )
 
 
@@ -262,6 +261,8 @@ def _check_others(
         return ()
     changed = others[0]
     if base_folder is not None:
+        from multilora_cli.adapters.base_copies import check_base_copies  # needs NumPy; rare
+
         different = check_base_copies(others, base_folder, geometry.tie_word_embeddings)
         if different is None:
             return (f"{len(others)} copies of base tensors are ignored",)

@@ -263,7 +263,8 @@ class Registry:
         _check_generation(previous, expected_generation)
         if previous is not None and previous.state == "ready":
             digest = digest or content_digest(adapter)
-            if digest == self._digest_of(previous) and previous.path == str(adapter.folder):
+            moved = replacing and previous.path != str(adapter.folder)
+            if digest == self._digest_of(previous) and not moved:
                 return Registered(self.get(request.name) or previous, "unchanged")
             if not replacing:
                 raise AdapterError(
