@@ -13,6 +13,9 @@ from multilora_cli.cli.console import Console, clean
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
 
 if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings
+    from rich.table import Table
+
     from multilora_cli.cli.chat_session import ChatSession, Settings
 
 
@@ -121,9 +124,12 @@ class _Talk:
 
         if self._console.interactive:
             with _Columns(self._console, texts) as columns:
-                answers = await self._session.compare(
-                    prompt, lambda name, piece: (grow(name, piece), columns.refresh())[0]
-                )
+
+                def show(name: str, piece: str) -> None:
+                    grow(name, piece)
+                    columns.refresh()
+
+                answers = await self._session.compare(prompt, show)
         else:
             answers = await self._session.compare(prompt, grow)
             for name, answer in answers.items():
@@ -166,7 +172,7 @@ class _Talk:
             yield line
 
 
-def _newline_on_alt_enter() -> "object":
+def _newline_on_alt_enter() -> "KeyBindings":
     from prompt_toolkit.key_binding import KeyBindings
 
     bindings = KeyBindings()
@@ -213,7 +219,7 @@ class _Columns:
         """Show what has come since."""
         self._live.update(self._draw())
 
-    def _draw(self) -> "object":
+    def _draw(self) -> "Table":
         from rich.table import Table
         from rich.text import Text
 

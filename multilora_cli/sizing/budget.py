@@ -9,6 +9,13 @@ from multilora_cli.sizing.quantization import NONE, Quantization
 from multilora_cli.units import format_size
 from multilora_kernels.layout import MODULES
 
+# Adapters loaded at run time find room in the table up to this many beside the fleet's own.
+_SPARE_SLOTS = 64
+_MIN_SLOTS = 256
+_MAX_SLOTS = 4096
+# Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
+_BLOCKS_PER_PAGE = 16
+
 # The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
 # modules share one cell size (multilora_kernels.table).
 TABLE_BYTES_PER_BLOCK = 3 * 8
@@ -99,6 +106,19 @@ def workspace_bytes(
     rows = max_tokens * (hidden + max(attention, mlp)) * itemsize
     logits = 4 * max_seqs * geometry.vocab_size * 4
     return rows + logits + max_tokens * 3 * max_rank * 4
+
+
+def num_slots(num_adapters: int) -> int:
+    """Rows of the adapter table for a fleet of `num_adapters`: how many may be hot, and slot 0.
+
+    A slot costs a few KiB, pages are what limits hot adapters; so this is generous.
+    """
+    return 1 + min(max(num_adapters + _SPARE_SLOTS, _MIN_SLOTS), _MAX_SLOTS)
+
+
+def max_blocks(pool_bytes: int, page_bytes: int) -> int:
+    """Blocks of all adapters that a pool could hold: the capacity of the adapter table."""
+    return _BLOCKS_PER_PAGE * max(pool_bytes // page_bytes, 1)
 
 
 def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int:

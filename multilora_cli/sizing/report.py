@@ -12,6 +12,8 @@ from multilora_cli.sizing.budget import (
     BaseBytes,
     MemoryPlan,
     base_bytes,
+    max_blocks,
+    num_slots,
     plan_pool,
     table_bytes,
     workspace_bytes,
@@ -162,7 +164,7 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
     """The plan of one fleet on one device. Raises Refused where even the base does not fit."""
     base = base_bytes(request.geometry, request.itemsize, request.quantization)
     costs = [request.cost(shape.ranks) for shape in request.adapters]
-    memory = _memory(request, base, costs)
+    memory = _memory(request, base)
     planned = sorted(
         (
             PlannedAdapter(shape.name, shape.max_rank, shape.modules, cost)
@@ -197,11 +199,9 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
     )
 
 
-def _memory(request: PlanRequest, base: BaseBytes, costs: Sequence[AdapterCost]) -> MemoryPlan:
+def _memory(request: PlanRequest, base: BaseBytes) -> MemoryPlan:
     limits = request.fleet.limits
-    slots = 1 + min(limits.max_loras or limits.max_num_seqs, limits.max_num_seqs)
-    rank = max((shape.max_rank for shape in request.adapters), default=16)
-    largest = max((cost.num_blocks for cost in costs), default=0)
+    blocks = max_blocks(request.available_bytes, request.page_bytes)
     return plan_pool(
         request.geometry,
         request.available_bytes,
@@ -212,9 +212,9 @@ def _memory(request: PlanRequest, base: BaseBytes, costs: Sequence[AdapterCost])
             request.itemsize,
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
-            rank,
+            limits.max_lora_rank,
         ),
-        tables=table_bytes(request.geometry, slots, largest * slots),
+        tables=table_bytes(request.geometry, num_slots(len(request.adapters)), blocks),
     )
 
 

@@ -1,0 +1,203 @@
+"""`mlora serve`: the fleet behind an OpenAI-compatible API."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multilora_cli.cli.console import Console
+from multilora_cli.cli.options import FleetArgument, JsonOption, QuietOption, SetOption
+
+if TYPE_CHECKING:
+    from multilora_cli.cli.startup import Startup
+    from multilora_cli.engine.messages import Progress, Ready
+    from multilora_cli.server.launch import Hooks
+
+_PHASES = {
+    "base": "finding the base",
+    "adapters": "reading adapter headers",
+    "weights": "loading weights",
+    "pool": "taking memory",
+}
+
+
+def serve(
+    fleet: FleetArgument = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")] = None,
+    settings: SetOption = None,
+    poison: Annotated[
+        bool, typer.Option("--poison", help="Fill freed pages with NaN and audit every step.")
+    ] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Serve a fleet: one base, its adapters, an OpenAI-compatible API.
+
+    SIGTERM or Ctrl-C finishes what was admitted; a second one stops at once. With --json one JSON
+    value says when the server is ready.
+
+    Example: mlora serve fleet.yaml --port 8000
+    """
+    from multilora_cli.engine.process import spawn
+    from multilora_cli.server.launch import run_server
+
+    console = Console(as_json=as_json, quiet=quiet)
+    overrides = list(settings or ())
+    overrides += [f"server.host={host}"] if host is not None else []
+    overrides += [f"server.port={port}"] if port is not None else []
+    startup = _prepare(console, fleet, overrides, poison)
+    start = _Start(console, startup)
+    status = run_server(
+        startup.server, startup.registry, lambda: spawn(startup.engine), hooks=start.hooks()
+    )
+    raise typer.Exit(status)
+
+
+def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison: bool) -> "Startup":
+    from multilora_cli.cli.startup import prepare
+
+    with console.progress("starting") as phases:
+
+        def report(phase: str, done: int, total: int) -> None:
+            phases.update(_PHASES.get(phase, phase), done, total)
+
+        startup = prepare(fleet, overrides, report=report, debug=poison)
+    for name, error in startup.failures:
+        console.error(f"adapter {name} is not served: {error.message}", error.hint)
+    return startup
+
+
+class _Start:
+    """What a person sees between the command and the first request."""
+
+    def __init__(self, console: Console, startup: "Startup") -> None:
+        self._console = console
+        self._startup = startup
+        self._progress = console.progress("starting")
+        self._phases = self._progress.__enter__()
+        self._open = True
+        self._ready = False
+
+    def hooks(self) -> "Hooks":
+        """What the server calls."""
+        from multilora_cli.server.launch import Hooks
+
+        return Hooks(progress=self._on_progress, ready=self._on_ready, draining=self._on_draining)
+
+    def _on_progress(self, progress: "Progress") -> None:
+        if self._open:
+            phase = _PHASES.get(progress.phase, progress.phase)
+            self._phases.update(phase, progress.done, progress.total)
+
+    def _on_ready(self, ready: "Ready", url: str) -> None:
+        if self._open:
+            self._open = False
+            self._progress.__exit__(None, None, None)
+        if self._ready:
+            self._console.note("the engine was restarted and serves again")
+            return
+        self._ready = True
+        show_ready(self._console, self._startup, ready, url)
+
+    def _on_draining(self, in_flight: int) -> None:
+        self._console.note(
+            f"stopping: {in_flight} requests in flight are finished first; again stops at once"
+        )
+
+
+def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -> None:
+    """The panel that says what is served and where; in JSON mode the same as one value."""
+    from multilora_cli.units import format_size
+
+    good = startup.num_adapters - len(startup.failures)
+    page = ready.page_bytes
+    console.panel(
+        "mlora serves",
+        {
+            "base": f"{startup.server.base_name}  {ready.dtype} on {ready.device}",
+            "adapters": f"{good} registered"
+            + (f", {len(startup.failures)} refused" if startup.failures else ""),
+            "context": f"{ready.max_model_len} tokens",
+            "memory": "\n".join(_memory_lines(ready)),
+            "pool": f"{ready.num_pages} pages of {format_size(page)} for KV and adapters",
+            "address": f"{url}/v1",
+            **({"notes": "\n".join(ready.notes)} if ready.notes else {}),
+        },
+    )
+    console.value(
+        {
+            "url": url,
+            "base": startup.server.base_name,
+            "adapters": good,
+            "refused": {name: error.message for name, error in startup.failures},
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "max_model_len": ready.max_model_len,
+            "num_pages": ready.num_pages,
+            "page_bytes": page,
+            "planned": ready.planned,
+            "allocated": ready.allocated,
+        }
+    )
+    if console.quiet:
+        console.line(url)
+
+
+def _memory_lines(ready: "Ready") -> list[str]:
+    """Planned beside allocated; a difference above 2 % is said in words."""
+    from multilora_cli.units import format_size
+
+    lines = []
+    for part, planned in ready.planned.items():
+        got = ready.allocated.get(part)
+        line = f"{part} {format_size(planned)} planned"
+        if got is not None:
+            line += f", {format_size(got)} allocated"
+            if abs(got - planned) > 0.02 * max(planned, 1):
+                line += f" ({got / max(planned, 1) - 1:+.1%}, more than 2 % off)"
+        lines.append(line)
+    return lines
+
+
+@asynccontextmanager
+async def background_server(fleet: Path, console: Console) -> AsyncIterator[str]:
+    """A server of its own on a free port for as long as the context lives; gives its URL."""
+    import asyncio
+    import json
+
+    from multilora_cli.errors import MloraError
+
+    command = [sys.executable, "-m", "multilora_cli", "serve", str(fleet)]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--port", "0", "--json",
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        with console.progress("starting") as phases:
+            phases.update("starting a server of its own", 0, 0)
+            text = ""
+            while line := (await process.stdout.readline()).decode("utf-8", "replace"):
+                text += line
+                with suppress(ValueError):
+                    yielded = json.loads(text)
+                    break
+            else:
+                await process.wait()
+                raise MloraError("the server did not start; what it said stands above")
+        yield str(yielded["url"])
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), 10)
+            except TimeoutError:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()

@@ -1,0 +1,151 @@
+"""From a fleet file to what the two processes are started with. No torch in this process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+from multilora_cli.cli.base import Report, cache_folder, fetch_base
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.errors import MloraError
+from multilora_cli.fleet.expand import expand_adapters
+from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
+from multilora_cli.fleet.schema import Adapter
+from multilora_cli.fleet.support import check_served
+from multilora_cli.server.config import ServerConfig
+from multilora_cli.sizing.budget import num_slots
+from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+
+
+@dataclass(frozen=True)
+class Startup:
+    """Everything `serve` needs; `failures` are adapters that are refused, with the reason."""
+
+    loaded: LoadedFleet
+    geometry: ModelGeometry
+    server: ServerConfig
+    engine: EngineConfig
+    registry: Registry
+    num_adapters: int
+    failures: tuple[tuple[str, MloraError], ...]
+
+
+def prepare(
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    report: Report,
+    debug: bool = False,
+    failpoints: dict[str, str] | None = None,
+) -> Startup:
+    """Read the fleet, find the base, read every adapter's headers. Raises MloraError."""
+    loaded = load_fleet(path, overrides)
+    check_served(loaded)
+    adapters = expand_adapters(loaded)
+    report("base", 0, 1)
+    folder = fetch_base(loaded, report)
+    geometry = read_geometry(folder)
+    report("base", 1, 1)
+    registry = _registry(loaded, folder, geometry)
+    failures = _register(registry, adapters, report)
+    return Startup(
+        loaded=loaded,
+        geometry=geometry,
+        server=_server_config(loaded, folder, geometry, adapters),
+        engine=_engine_config(loaded, folder, len(adapters), debug, failpoints or {}),
+        registry=registry,
+        num_adapters=len(adapters),
+        failures=failures,
+    )
+
+
+def _registry(loaded: LoadedFleet, folder: Path, geometry: ModelGeometry) -> Registry:
+    fleet = loaded.fleet
+    base = ServedBase(
+        geometry=geometry,
+        name=fleet.base.served_name,
+        max_rank=fleet.limits.max_lora_rank,
+        itemsize=4 if fleet.base.dtype == "float32" else 2,
+        folder=folder,
+    )
+    return Registry(
+        base, relative_to=loaded.folder, roots=_roots(loaded), cache=cache_folder() / "dummy"
+    )
+
+
+def _roots(loaded: LoadedFleet) -> tuple[Path, ...]:
+    """Where adapters may be loaded from at run time: what the file says, else its own folders."""
+    named = loaded.fleet.server.adapter_roots
+    if named:
+        return tuple((loaded.folder / Path(root).expanduser()).resolve() for root in named)
+    folders = {
+        (loaded.folder / Path(adapter.source).expanduser()).resolve().parent
+        for adapter in expand_adapters(loaded)
+        if ":" not in adapter.source
+    }
+    return tuple(sorted(folders))
+
+
+def _register(
+    registry: Registry, adapters: Sequence[Adapter], report: Report
+) -> tuple[tuple[str, MloraError], ...]:
+    requests = [
+        AdapterRequest(
+            name=adapter.name,
+            source=adapter.source,
+            pin=adapter.pin,
+            priority=adapter.priority,
+            digest=adapter.digest,
+        )
+        for adapter in adapters
+    ]
+    failures: list[tuple[str, MloraError]] = []
+    for start in range(0, len(requests), 64):  # progress in steps a person can see
+        report("adapters", start, len(requests))
+        failures += registry.register_all(requests[start : start + 64])
+    report("adapters", len(requests), len(requests))
+    return tuple(failures)
+
+
+def _server_config(
+    loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, adapters: Sequence[Adapter]
+) -> ServerConfig:
+    server = loaded.fleet.server
+    admin = server.admin_key
+    return ServerConfig(
+        base_name=loaded.fleet.base.served_name,
+        base_path=folder,
+        vocab_size=geometry.vocab_size,
+        eos_token_ids=geometry.eos_token_ids,
+        host=server.host,
+        port=server.port,
+        api_keys=tuple(resolve_secret(key, loaded.folder) for key in server.api_keys),
+        admin_key=None if admin is None else resolve_secret(admin, loaded.folder),
+        adapter_roots=_roots(loaded),
+    )
+
+
+def _engine_config(
+    loaded: LoadedFleet, folder: Path, num_adapters: int, debug: bool, failpoints: dict[str, str]
+) -> EngineConfig:
+    fleet = loaded.fleet
+    return EngineConfig(
+        model_path=str(folder),
+        model_name=fleet.base.served_name,
+        device=fleet.memory.device,
+        dtype=fleet.base.dtype,
+        quantization=fleet.base.quantization,
+        kv_cache_dtype=fleet.base.kv_cache_dtype,
+        max_model_len=fleet.base.max_model_len,
+        max_num_seqs=fleet.limits.max_num_seqs,
+        max_num_batched_tokens=max(fleet.limits.max_num_batched_tokens, fleet.limits.max_num_seqs),
+        max_lora_rank=fleet.limits.max_lora_rank,
+        max_loras=fleet.limits.max_loras,
+        num_slots=num_slots(num_adapters),
+        device_bytes=fleet.memory.device_bytes,
+        device_fraction=fleet.memory.device_fraction,
+        host_adapter_bytes=fleet.memory.host_adapters,
+        kv_reserve=fleet.memory.kv_reserve,
+        debug=debug,
+        failpoints=failpoints,
+    )
