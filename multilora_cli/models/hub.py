@@ -2,12 +2,14 @@
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import httpx
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -19,9 +21,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
+from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError, Unreachable
-from multilora_cli.models.checkpoint import INDEX_NAME, SINGLE_NAME, read_index
-from multilora_cli.models.loader import Report
+from multilora_cli.models.checkpoint import INDEX_NAME, SINGLE_NAME, Report, read_index
 
 logger = logging.getLogger(__name__)
 
@@ -40,26 +42,55 @@ _SMALL_FILES = (
 )
 
 
-def fetch_model(model_id: str, revision: str | None = None, progress: Report | None = None) -> Path:
-    """The local folder of a Hub model, fetched where needed; its name is the commit.
+# Version 1 of huggingface-hub raises httpx's errors, version 2 those of another client: the common
+# base of what its own error class derives from is right for both.
+_HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
+
+
+def fetch_model(
+    model_id: str,
+    revision: str | None = None,
+    progress: Report | None = None,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """The local folder of a Hub model, fetched where needed; the folder's name is the commit.
 
     Only config, tokenizer, template and the safetensors files that the model itself consists of
-    are fetched. Offline, a copy that is complete in the local cache is used. Raises ModelError
-    (no such model, revision or access) or Unreachable.
+    are fetched. Where the Hub does not answer, a complete copy in the local cache is used.
+    `cache` and `endpoint` default to huggingface-hub's own. Raises ModelError (no such model,
+    revision or access) or Unreachable.
     """
     if not _MODEL_ID.fullmatch(model_id):
         raise ModelError(
-            f"{model_id!r:.120}: neither an existing folder nor a Hub id such as org/name"
+            f"{quoted(model_id)}: neither an existing folder nor a Hub id such as org/name"
         )
+    with _hub_errors(model_id, revision):
+        source = _Source(model_id, cache, endpoint)
+        # The first call resolves the revision; the second asks for that very commit.
+        folder = source.snapshot(revision, list(_SMALL_FILES), None)
+        weights = _weight_files(folder)
+        source.snapshot(folder.name, weights, progress)
+        missing = [name for name in weights if not (folder / name).exists()]
+    if missing:
+        raise ModelError(f"{model_id}: {missing[0]} is neither on the Hub nor in the local cache")
+    logger.info("model %s at commit %s in %s", model_id, folder.name, folder)
+    return folder
+
+
+@contextmanager
+def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
+    """Turns what huggingface-hub raises into errors of one line."""
     try:
-        return _fetch(model_id, revision, progress)
+        yield
     except GatedRepoError:
         raise ModelError(
             f"{model_id}: access to this model must be granted on the Hub first",
             hint="log in with `hf auth login`, or set HF_TOKEN",
         ) from None
     except RevisionNotFoundError:
-        raise ModelError(f"{model_id}: no revision {revision!r:.80} on the Hub") from None
+        raise ModelError(f"{model_id}: no revision {quoted(revision)} on the Hub") from None
     except RepositoryNotFoundError:
         raise ModelError(
             f"{model_id}: no such model on the Hub, or no access to it",
@@ -67,59 +98,41 @@ def fetch_model(model_id: str, revision: str | None = None, progress: Report | N
         ) from None
     except HFValidationError as error:
         raise ModelError(f"{model_id}: {error}") from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError) as e:
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError, _HTTP_ERROR) as error:
         raise Unreachable(
             f"{model_id}: the Hub does not answer and the local cache holds no complete copy"
-            f" ({type(e).__name__})",
+            f" ({type(error).__name__})",
             hint="fetch it where there is a network, or name a local folder",
         ) from None
+    except OSError as error:
+        raise ModelError(f"{model_id}: cannot be stored: {error}") from None
 
 
 def commit_of(folder: Path) -> str | None:
     """The commit that `fetch_model` pinned `folder` to; None for any other folder."""
-    name = folder.name
-    return (
-        name if folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", name) else None
-    )
+    pinned = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
+    return folder.name if pinned else None
 
 
-def _fetch(model_id: str, revision: str | None, progress: Report | None) -> Path:
-    try:
-        commit = HfApi().model_info(model_id, revision=revision, timeout=30).sha
-    except (OfflineModeIsEnabled, httpx.TransportError):
-        folder = _snapshot(model_id, revision, list(_SMALL_FILES), local=True)
-        return _snapshot(model_id, folder.name, _weight_files(folder), local=True)
-    if commit is None:
-        raise ModelError(f"{model_id}: the Hub names no commit for revision {revision!r:.80}")
-    folder = _snapshot(model_id, commit, list(_SMALL_FILES))
-    _snapshot(model_id, commit, _weight_files(folder), progress=progress)
-    logger.info("model %s at commit %s in %s", model_id, commit, folder)
-    return folder
+@dataclass(frozen=True)
+class _Source:
+    """One model on one Hub, with the cache it is stored in."""
 
+    model_id: str
+    cache: Path | None
+    endpoint: str | None
 
-def _snapshot(
-    model_id: str,
-    revision: str | None,
-    patterns: list[str],
-    *,
-    local: bool = False,
-    progress: Report | None = None,
-) -> Path:
-    folder = snapshot_download(
-        model_id,
-        revision=revision,
-        allow_patterns=patterns,
-        local_files_only=local,
-        tqdm_class=_progress_bar(progress),
-    )
-    path = Path(folder)
-    missing = [name for name in patterns if "*" not in name and name.endswith(".safetensors")]
-    missing = [name for name in missing if not (path / name).exists()]
-    if local and missing:
-        raise LocalEntryNotFoundError(f"{missing[0]} is not in the local cache")
-    if missing:
-        raise ModelError(f"{model_id}: the Hub holds no file {missing[0]}")
-    return path
+    def snapshot(self, revision: str | None, patterns: list[str], progress: Report | None) -> Path:
+        """The snapshot folder after the files that match `patterns` were fetched."""
+        folder = snapshot_download(
+            self.model_id,
+            revision=revision,
+            cache_dir=self.cache,
+            endpoint=self.endpoint,
+            allow_patterns=patterns,
+            tqdm_class=_progress_bar(progress),
+        )
+        return Path(folder)
 
 
 def _weight_files(folder: Path) -> list[str]:

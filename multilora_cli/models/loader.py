@@ -5,7 +5,7 @@ that memory itself, for a GPU through two page-locked buffers in turn, so that r
 copying and the host never holds more than the buffers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -14,13 +14,11 @@ import torch
 from multilora_cli.adapters.safetensors_header import OpenFile, TensorEntry, open_file
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError
-from multilora_cli.models.checkpoint import Checkpoint, model_errors, open_checkpoint
+from multilora_cli.models.checkpoint import Checkpoint, Report, model_errors, open_checkpoint
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.geometry import ModelGeometry
 
 LoadFormat = Literal["auto", "dummy"]
-Report = Callable[[str, int, int], None]
-"""Called with phase, done and total, both in bytes."""
 
 _DTYPES = {
     "BF16": torch.bfloat16,
