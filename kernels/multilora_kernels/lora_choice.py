@@ -1,12 +1,13 @@
 """Launch choices of the LoRA kernels: pure functions of shape, tokens and chip.
 
 `choose(group, num_tokens, chip)` looks the shape up in the chip's tuned table and falls back on
-the heuristics below. How K is split never depends on the number of tokens of a decode step, so a
-row's sums have the same order whatever rows stand beside it.
+the heuristics below. What decides the order of a sum (how K is split, the number of warps) is
+the same for all decode steps, so a row's result does not depend on how many rows stand beside it;
+the rest may be tuned by the number of rows.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from multilora_kernels.launch import Chip, tuned_table
@@ -18,6 +19,7 @@ DECODE_TOKENS = 512
 DECODE_ROWS = 16
 # Rank tiles that one expand program reads side by side.
 SIDE_BY_SIDE = 4
+_ORDER_FIELDS = ("block_k", "k_steps", "shrink_warps", "expand_warps")
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ class LoraChoice:
     shrink_warps: int
     shrink_stages: int
     block_n: int  # columns that one rank tile of an expand program covers
+    rows_n: int  # columns of a decode expand program where rows share an adapter
     expand_warps: int
+    shrink_registers: int | None  # cap per thread; None leaves it to the compiler
+    expand_registers: int | None
     programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
     pdl: bool
 
@@ -65,6 +70,9 @@ class LoraChoice:
         return -(-d_in // self.span)
 
 
+Choose = Callable[[GroupShape, int, Chip], LoraChoice]
+
+
 def is_decode(num_tokens: int) -> bool:
     """Whether a step of `num_tokens` rows runs the decode kernels."""
     return num_tokens <= DECODE_TOKENS
@@ -72,16 +80,26 @@ def is_decode(num_tokens: int) -> bool:
 
 def choose(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
     """The launch choice of one group for a step of `num_tokens` rows."""
-    phase = "decode" if is_decode(num_tokens) else f"prefill{_bucket(num_tokens)}"
-    base = _decode(chip) if is_decode(num_tokens) else _prefill(group, num_tokens, chip)
-    tuned = tuned_table(chip, "lora").get(f"{group.key} {phase}", {})
-    return clamp(with_tuned(base, tuned), group)
+    table = tuned_table(chip, "lora")
+    if is_decode(num_tokens):
+        order = table.get(f"{group.key} decode", {})
+        neutral = table.get(f"{group.key} decode {decode_bucket(num_tokens)}", {})
+        wanted = {**neutral, **{name: order[name] for name in _ORDER_FIELDS if name in order}}
+        choice = _decode(chip)
+    else:
+        wanted = table.get(f"{group.key} prefill {_prefill_bucket(num_tokens)}", {})
+        choice = _prefill(group, num_tokens, chip)
+    return clamp(with_tuned(choice, wanted), group)
 
 
 def with_tuned(choice: LoraChoice, tuned: Mapping[str, Any]) -> LoraChoice:
     """`choice` with the fields that a tuned entry names."""
-    names = {field.name for field in fields(LoraChoice)}
-    return replace(choice, **{name: value for name, value in tuned.items() if name in names})
+    return replace(choice, **tuned)
+
+
+def decode_bucket(num_tokens: int) -> int:
+    """The tuned number of rows that serves a decode step of `num_tokens`."""
+    return next((rows for rows in (4, 16, 64) if num_tokens <= rows), 256)
 
 
 def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
@@ -89,14 +107,15 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
     block_k = max(16, min(choice.block_k, group.chunk, _power(group.d_in)))
     k_steps = max(1, min(choice.k_steps, group.chunk // block_k, _power(group.d_in) // block_k))
     block_n = max(16, min(choice.block_n, group.chunk, _power(max(group.d_outs))))
-    return replace(choice, block_k=block_k, k_steps=k_steps, block_n=block_n)
+    rows_n = max(16, min(choice.rows_n, group.chunk, _power(max(group.d_outs))))
+    return replace(choice, block_k=block_k, k_steps=k_steps, block_n=block_n, rows_n=rows_n)
 
 
 def _power(value: int) -> int:
     return 1 << max(0, (value - 1).bit_length())
 
 
-def _bucket(num_tokens: int) -> int:
+def _prefill_bucket(num_tokens: int) -> int:
     """Prefill steps are tuned at 2,048 and 8,192 rows; the nearer on a log scale serves."""
     return 2048 if num_tokens <= 4096 else 8192
 
@@ -110,7 +129,10 @@ def _decode(chip: Chip) -> LoraChoice:
         shrink_warps=4,
         shrink_stages=1,
         block_n=128,
+        rows_n=128,
         expand_warps=4,
+        shrink_registers=None,
+        expand_registers=None,
         programs_per_sm=32,
         pdl=chip.has_pdl,
     )
@@ -129,7 +151,10 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_warps=4,
         shrink_stages=3,
         block_n=128,
+        rows_n=128,
         expand_warps=4,
+        shrink_registers=None,
+        expand_registers=None,
         programs_per_sm=32,
         pdl=chip.has_pdl,
     )

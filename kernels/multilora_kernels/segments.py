@@ -16,7 +16,7 @@ import torch
 
 from multilora_kernels.launch import Chip, chip_of
 from multilora_kernels.layout import MAX_RANK
-from multilora_kernels.lora_choice import DECODE_TOKENS, is_decode
+from multilora_kernels.lora_choice import DECODE_TOKENS, Choose, choose, is_decode
 from multilora_kernels.table import AdapterTable
 from multilora_kernels.work_lists import WorkLists
 
@@ -32,10 +32,17 @@ class Segments:
         device: torch.device | str,
         max_segments: int | None = None,
         max_rank: int = MAX_RANK,
+        choose: Choose = choose,
     ) -> None:
+        """Args:
+        max_segments: most distinct adapters of one step; default: one per row.
+        max_rank: highest rank of any adapter; sizes the fixed buffers.
+        choose: the launch choice, for tests and tuning.
+        """
         self.max_tokens = max_tokens
         self.max_segments = max_tokens if max_segments is None else max_segments
         self.max_rank = max_rank
+        self._choose = choose
         self.device = torch.device(device)
         self.num_tokens = 0
         self.permutation = np.empty(0, dtype=np.int32)  # rows with an adapter, sorted by slot
@@ -46,7 +53,8 @@ class Segments:
         self._lists: dict[bool, WorkLists] = {}  # decode and prefill
         # What the lists were last written for; None before that.
         self._written: tuple[int, bytes, int] | None = None
-        self._is_capture = False
+        self._is_capture = False  # launch even where no row has an adapter
+        self._is_sized_for_capture = False  # until the lists are written anew
 
     @property
     def num_segments(self) -> int:
@@ -86,18 +94,19 @@ class Segments:
         if table.geometry is not None:
             self._lists_of(True)
 
-    def prepare_capture(self, table: AdapterTable, num_tokens: int, rank: int = 16) -> None:
-        """Empty lists, and launches sized for `num_tokens` rows of distinct adapters of `rank`.
+    def prepare_capture(
+        self, table: AdapterTable, num_tokens: int, rank: int = 16, slots: Slots | None = None
+    ) -> None:
+        """Size launches for `num_tokens` rows of distinct adapters of `rank`, whatever is listed.
 
         Call before capturing a graph: `add_lora` then launches although no row has an adapter.
-        Steps with more work than that are walked in turns, steps with less leave early.
+        Replays with more work than that are walked in turns, those with less leave early. `slots`
+        are the rows that the captured step itself works on; default: the base alone.
         """
         assert is_decode(num_tokens) and num_tokens <= self.max_tokens
-        self.build(np.zeros(num_tokens, dtype=np.int32))
-        self.bind(table)
-        self._lists_of(True).expect(num_tokens, rank)
-        self._is_capture = True
-        self._written = None
+        self.build(np.zeros(num_tokens, dtype=np.int32) if slots is None else slots)
+        self.lists(table).expect(num_tokens, rank)
+        self._is_capture = self._is_sized_for_capture = True
 
     def lists(self, table: AdapterTable) -> WorkLists:
         """Work lists of the current step, written if they are not yet."""
@@ -123,16 +132,18 @@ class Segments:
             self.seg_slots.tobytes() + self.seg_indptr.tobytes() + self.permutation.tobytes(),
             self.num_tokens,
         )
-        if key != self._written:
+        if key != self._written or self._is_sized_for_capture:
             lists = self._lists_of(is_decode(self.num_tokens))
             lists.update(self.permutation, self.seg_indptr, self.seg_slots, self.num_tokens)
             self._written = key
+            self._is_sized_for_capture = False
 
     def _lists_of(self, decode: bool) -> WorkLists:
         lists = self._lists.get(decode)
         if lists is None:
             assert self._table is not None
-            lists = WorkLists(self._table, _chip(self.device), self.max_tokens, self.max_rank)
+            chip = _chip(self.device)
+            lists = WorkLists(self._table, chip, self.max_tokens, self.max_rank, self._choose)
             if decode:
                 lists.reserve(min(self.max_tokens, DECODE_TOKENS))
             self._lists[decode] = lists

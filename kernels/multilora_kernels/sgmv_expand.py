@@ -19,131 +19,6 @@ from multilora_kernels.table import AdapterTable, PlacedBlock
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
 
-@triton.jit(do_not_specialize=["layer_start"])
-def expand_decode_kernel(
-    planes_ptr,
-    weights_ptr,
-    y_ptr,
-    offsets_ptr,
-    tiles_ptr,
-    tasks_ptr,
-    rows_ptr,
-    counts_ptr,
-    layer_start,
-    stride_ym,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    task_id = tl.program_id(0)
-    stride = tl.num_programs(0)
-    task = tasks_ptr + task_id * 8
-    first = tl.load(task)
-    num_tiles = tl.load(task + 1)
-    n_start = tl.load(task + 2)
-    y_column = tl.load(task + 3)
-    start = tl.load(task + 4)
-    num_rows = tl.load(task + 5)
-    plane = tl.load(task + 6)
-    d_out = tl.load(task + 7)
-    total = tl.load(counts_ptr + 1)
-    piece = tl.arange(0, 4)
-    k = tl.arange(0, 16)
-    while task_id < total:
-        # Tiles side by side: 1, 2 or 4.
-        side = tl.where(num_tiles >= 3, 4, num_tiles)
-        n_piece = n_start + (piece // side) * BLOCK_N
-        n = n_piece[:, None] + tl.arange(0, BLOCK_N)[None, :]
-        n_mask = n < d_out
-        # One of the pieces that share columns stores their sum.
-        is_stored = n_mask & (piece % side == 0)[:, None]
-        in_chunk = n % CHUNK
-        if num_rows == 1:
-            token = tl.load(rows_ptr + start).to(tl.int64)
-            y_ptrs = y_ptr + token * stride_ym + y_column + n
-            prior = tl.load(y_ptrs, mask=is_stored, other=0)
-            acc = tl.zeros([4, BLOCK_N], dtype=tl.float32)
-            for t in range(0, num_tiles, side):
-                entry = _entries(
-                    offsets_ptr + layer_start, tiles_ptr, first, num_tiles, t, side, n_start,
-                    CELL, CHUNK, A_CHUNKS, BLOCK_N,
-                )  # fmt: skip
-                b = _load_b(weights_ptr, entry, in_chunk, n_mask)
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                plane_row = (plane + t + piece % side).to(tl.int64) * SPLIT_K
-                s = tl.arange(0, SPLITS)
-                h_ptrs = planes_ptr + (plane_row[:, None, None] + s[None, :, None]) * 16
-                h_mask = (entry >= 0)[:, None, None] & (s < SPLIT_K)[None, :, None]
-                h = tl.load(h_ptrs + k[None, None, :], mask=h_mask, other=0.0, cache_modifier=".cg")
-                h = tl.sum(h, axis=1)
-                acc += tl.sum(b.to(tl.float32) * h[:, None, :], axis=2)
-            pairs = tl.reshape(acc, [2, 2, BLOCK_N])
-            two = tl.sum(pairs, axis=1)
-            four = tl.sum(two, axis=0)
-            twos = tl.broadcast_to(two[:, None, :], [2, 2, BLOCK_N])
-            fours = tl.broadcast_to(four[None, None, :], [2, 2, BLOCK_N])
-            merged = tl.where(side == 1, pairs, tl.where(side == 2, twos, fours))
-            delta = tl.reshape(merged, [4, BLOCK_N])
-            y = (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptrs, y, mask=is_stored)
-        else:
-            m = tl.arange(0, BLOCK_M)
-            m_mask = m < num_rows
-            token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-            y_rows = y_ptr + token * stride_ym + y_column
-            y_ptrs = y_rows[None, :, None] + n[:, None, :]
-            y_mask = m_mask[None, :, None] & is_stored[:, None, :]
-            prior = tl.load(y_ptrs, mask=y_mask, other=0)
-            acc = tl.zeros([4, BLOCK_M, BLOCK_N], dtype=tl.float32)
-            for t in range(0, num_tiles, side):
-                entry = _entries(
-                    offsets_ptr + layer_start, tiles_ptr, first, num_tiles, t, side, n_start,
-                    CELL, CHUNK, A_CHUNKS, BLOCK_N,
-                )  # fmt: skip
-                b = _load_b(weights_ptr, entry, in_chunk, n_mask)
-                if PDL:
-                    tl.extra.cuda.gdc_wait()
-                tile = t + piece % side
-                plane_row = (plane + tile[:, None] * num_rows + m[None, :]).to(tl.int64) * SPLIT_K
-                h_ptrs = planes_ptr + plane_row[:, :, None] * 16 + k[None, None, :]
-                h_mask = (entry >= 0)[:, None, None] & m_mask[None, :, None]
-                h = tl.zeros([4, BLOCK_M, 16], dtype=tl.float32)
-                for s in range(SPLIT_K):
-                    h += tl.load(h_ptrs + s * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
-                acc = tl.dot(
-                    h.to(COMPUTE), tl.permute(b.to(COMPUTE), (0, 2, 1)), acc,
-                    input_precision=PRECISION,
-                )  # fmt: skip
-            pairs = tl.reshape(acc, [2, 2, BLOCK_M, BLOCK_N])
-            two = tl.sum(pairs, axis=1)
-            four = tl.sum(two, axis=0)
-            twos = tl.broadcast_to(two[:, None, :, :], [2, 2, BLOCK_M, BLOCK_N])
-            fours = tl.broadcast_to(four[None, None, :, :], [2, 2, BLOCK_M, BLOCK_N])
-            merged = tl.where(side == 1, pairs, tl.where(side == 2, twos, fours))
-            delta = tl.reshape(merged, [4, BLOCK_M, BLOCK_N])
-            y = (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty)
-            tl.store(y_ptrs, y, mask=y_mask)
-        task_id += stride
-        task = tasks_ptr + task_id * 8
-        is_listed = task_id < total
-        first = tl.load(task, mask=is_listed, other=0)
-        num_tiles = tl.load(task + 1, mask=is_listed, other=0)
-        n_start = tl.load(task + 2, mask=is_listed, other=0)
-        y_column = tl.load(task + 3, mask=is_listed, other=0)
-        start = tl.load(task + 4, mask=is_listed, other=0)
-        num_rows = tl.load(task + 5, mask=is_listed, other=0)
-        plane = tl.load(task + 6, mask=is_listed, other=0)
-        d_out = tl.load(task + 7, mask=is_listed, other=0)
-
-
 @triton.jit
 def _entries(
     offsets_ptr,
@@ -180,6 +55,195 @@ def _load_b(weights_ptr, entry, in_chunk, n_mask):
     element = tl.multiple_of(element, [8, 8])
     mask = ((entry >= 0)[:, None] & n_mask)[:, :, None] & (k[None, None, :] < width[:, None, None])
     return tl.load(weights_ptr + element[:, :, None] + k[None, None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _merge(acc, side, BLOCK_N: tl.constexpr):
+    """Sums over the pieces of [4, BLOCK_N] that share columns, at every one of them."""
+    pairs = tl.reshape(acc, [2, 2, BLOCK_N])
+    two = tl.sum(pairs, axis=1)
+    four = tl.sum(two, axis=0)
+    twos = tl.broadcast_to(two[:, None, :], [2, 2, BLOCK_N])
+    fours = tl.broadcast_to(four[None, None, :], [2, 2, BLOCK_N])
+    merged = tl.where(side == 1, pairs, tl.where(side == 2, twos, fours))
+    return tl.reshape(merged, [4, BLOCK_N])
+
+
+@triton.jit
+def _expand_row(
+    planes_ptr,
+    weights_ptr,
+    y_ptr,
+    stride_ym,
+    offsets_ptr,
+    tiles_ptr,
+    row_ptr,
+    first,
+    num_tiles,
+    n_start,
+    d_out,
+    plane,
+    CELL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row by multiply and sum: 1, 2 or 4 rank tiles side by side."""
+    piece = tl.arange(0, 4)
+    side = tl.where(num_tiles >= 3, 4, num_tiles)
+    n = (n_start + (piece // side) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    n_mask = n < d_out
+    # One of the pieces that share columns stores their sum.
+    is_stored = n_mask & (piece % side == 0)[:, None]
+    token = tl.load(row_ptr).to(tl.int64)
+    y_ptrs = y_ptr + token * stride_ym + n
+    prior = tl.load(y_ptrs, mask=is_stored, other=0)
+    k = tl.arange(0, 16)
+    s = tl.arange(0, SPLITS)
+    acc = tl.zeros([4, BLOCK_N], dtype=tl.float32)
+    for t in range(0, num_tiles, side):
+        entry = _entries(
+            offsets_ptr, tiles_ptr, first, num_tiles, t, side, n_start,
+            CELL, CHUNK, A_CHUNKS, BLOCK_N,
+        )  # fmt: skip
+        b = _load_b(weights_ptr, entry, n % CHUNK, n_mask)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        plane_row = (plane + t + piece % side).to(tl.int64) * SPLIT_K
+        h_ptrs = planes_ptr + (plane_row[:, None, None] + s[None, :, None]) * 16 + k[None, None, :]
+        h_mask = (entry >= 0)[:, None, None] & (s < SPLIT_K)[None, :, None]
+        h = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg"), axis=1)
+        acc += tl.sum(b.to(tl.float32) * h[:, None, :], axis=2)
+    y = (prior.to(tl.float32) + _merge(acc, side, BLOCK_N)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptrs, y, mask=is_stored)
+
+
+@triton.jit
+def _expand_rows(
+    planes_ptr,
+    weights_ptr,
+    y_ptr,
+    stride_ym,
+    offsets_ptr,
+    tiles_ptr,
+    row_ptr,
+    first,
+    num_tiles,
+    n_start,
+    d_out,
+    plane,
+    num_rows,
+    CELL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PDL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles."""
+    m = tl.arange(0, BLOCK_M)
+    m_mask = m < num_rows
+    token = tl.load(row_ptr + m, mask=m_mask, other=0).to(tl.int64)
+    n = n_start + tl.arange(0, ROWS_N)
+    n_mask = n < d_out
+    y_ptrs = y_ptr + (token * stride_ym)[:, None] + n[None, :]
+    y_mask = m_mask[:, None] & n_mask[None, :]
+    prior = tl.load(y_ptrs, mask=y_mask, other=0)
+    chunk = n_start // CHUNK
+    k = tl.arange(0, 16)
+    acc = tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32)
+    for t in range(0, num_tiles):
+        cell = tl.load(tiles_ptr + (first + t) * 4)
+        entry = tl.load(offsets_ptr + cell * CELL + A_CHUNKS + chunk)
+        width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
+        element = tl.multiple_of(entry & -16, 16)
+        b_ptrs = weights_ptr + element + (n - chunk * CHUNK)[:, None] * width + k[None, :]
+        b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
+        b = tl.load(b_ptrs, mask=b_mask, other=0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        plane_row = (plane + t * num_rows + m).to(tl.int64) * SPLIT_K
+        h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
+        h_mask = m_mask[:, None] & (entry >= 0)
+        h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
+        for i in range(SPLIT_K):
+            h += tl.load(h_ptrs + i * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
+        acc = tl.dot(h.to(COMPUTE), tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+    tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit(do_not_specialize=["layer_start"])
+def expand_decode_kernel(
+    planes_ptr,
+    weights_ptr,
+    y_ptr,
+    offsets_ptr,
+    tiles_ptr,
+    tasks_ptr,
+    rows_ptr,
+    counts_ptr,
+    layer_start,
+    stride_ym,
+    CELL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS_N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PDL: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    task_id = tl.program_id(0)
+    stride = tl.num_programs(0)
+    task = tasks_ptr + task_id * 8
+    first = tl.load(task)
+    num_tiles = tl.load(task + 1)
+    n_start = tl.load(task + 2)
+    y_column = tl.load(task + 3)
+    start = tl.load(task + 4)
+    num_rows = tl.load(task + 5)
+    plane = tl.load(task + 6)
+    d_out = tl.load(task + 7)
+    total = tl.load(counts_ptr + 1)
+    while task_id < total:
+        if ALIGNED:
+            y_column = tl.multiple_of(y_column, 8)
+        n_start = tl.multiple_of(n_start, 16)
+        y_start = y_ptr + y_column
+        offsets = offsets_ptr + layer_start
+        if num_rows == 1:
+            _expand_row(
+                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, rows_ptr + start,
+                first, num_tiles, n_start, d_out, plane,
+                CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
+            )  # fmt: skip
+        else:
+            _expand_rows(
+                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, rows_ptr + start,
+                first, num_tiles, n_start, d_out, plane, num_rows,
+                CELL, CHUNK, A_CHUNKS, BLOCK_M, ROWS_N, SPLIT_K, PDL, COMPUTE, PRECISION,
+            )  # fmt: skip
+        task_id += stride
+        task = tasks_ptr + task_id * 8
+        is_listed = task_id < total
+        first = tl.load(task, mask=is_listed, other=0)
+        num_tiles = tl.load(task + 1, mask=is_listed, other=0)
+        n_start = tl.load(task + 2, mask=is_listed, other=0)
+        y_column = tl.load(task + 3, mask=is_listed, other=0)
+        start = tl.load(task + 4, mask=is_listed, other=0)
+        num_rows = tl.load(task + 5, mask=is_listed, other=0)
+        plane = tl.load(task + 6, mask=is_listed, other=0)
+        d_out = tl.load(task + 7, mask=is_listed, other=0)
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -237,7 +301,7 @@ def expand_prefill_kernel(
         h_ptrs = planes_ptr + (plane + t * num_rows + m).to(tl.int64)[:, None] * 16 + k[None, :]
         h_mask = m_mask[:, None] & (entry >= 0)
         h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-        for s in range(1, SPLIT_K):
+        for _ in range(1, SPLIT_K):
             h_ptrs += plane_rows.to(tl.int64) * 16
             h += tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
         acc = tl.dot(h.to(COMPUTE), tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
@@ -270,13 +334,15 @@ def sgmv_expand(
         "COMPUTE": compute_dtype(y.dtype),
         "PRECISION": "ieee",
         "num_warps": choice.expand_warps,
+        "maxnreg": choice.expand_registers,
         **({"launch_pdl": True} if choice.pdl else {}),
     }
     if choice.is_decode:
         cap = choice.programs_per_sm * lists.chip.num_sms
         expand_decode_kernel[(max(1, min(group.num_tasks, cap)),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
-            layer_start, y.stride(0), SPLITS=triton.next_power_of_2(splits), **constants,
+            layer_start, y.stride(0), ROWS_N=choice.rows_n, SPLITS=triton.next_power_of_2(splits),
+            ALIGNED=all(d_out % 8 == 0 for d_out in shape.d_outs), **constants,
         )  # fmt: skip
     else:
         expand_prefill_kernel[(group.num_tasks,)](

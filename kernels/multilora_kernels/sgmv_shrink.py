@@ -35,6 +35,78 @@ def _tile_offsets(entry, chunk, d_in, CHUNK: tl.constexpr, ALIGNED: tl.constexpr
     return element, width, length
 
 
+@triton.jit
+def _shrink_row(
+    x_ptr,
+    stride_xm,
+    row_ptr,
+    a_ptr,
+    width,
+    length,
+    out_ptr,
+    k_start,
+    d_in,
+    BLOCK_K: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """One row by multiply and sum: all of the tile's loads are in flight at once."""
+    r = tl.arange(0, 16)
+    token = tl.load(row_ptr).to(tl.int64)
+    x_row = x_ptr + token * stride_xm + k_start
+    h = tl.zeros([16], dtype=tl.float32)
+    for i in tl.static_range(K_STEPS):
+        k = i * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + r[:, None] * length + k[None, :]
+        a_mask = (r < width)[:, None]
+        if EVEN_K:
+            a = tl.load(a_ptrs, mask=a_mask, other=0)
+            x = tl.load(x_row + k)
+        else:
+            k_mask = k < d_in - k_start
+            a = tl.load(a_ptrs, mask=a_mask & k_mask[None, :], other=0)
+            x = tl.load(x_row + k, mask=k_mask, other=0)
+        h += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+    tl.store(out_ptr + r, h)
+
+
+@triton.jit
+def _shrink_rows(
+    x_ptr,
+    stride_xm,
+    row_ptr,
+    num_rows,
+    a_ptr,
+    width,
+    length,
+    out_ptr,
+    k_start,
+    d_in,
+    BLOCK_M: tl.constexpr,
+    SPAN: tl.constexpr,
+    DOT_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Up to BLOCK_M rows of one adapter by matrix tiles."""
+    r = tl.arange(0, 16)
+    m = tl.arange(0, BLOCK_M)
+    m_mask = m < num_rows
+    token = tl.load(row_ptr + m, mask=m_mask, other=0).to(tl.int64)
+    x_rows = x_ptr + token * stride_xm + k_start
+    acc = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
+    for k0 in tl.static_range(0, SPAN, DOT_K):
+        k = k0 + tl.arange(0, DOT_K)
+        k_mask = (k < d_in - k_start)[None, :]
+        a_mask = (r < width)[:, None] & k_mask
+        a = tl.load(a_ptr + r[:, None] * length + k[None, :], mask=a_mask, other=0)
+        x = tl.load(x_rows[:, None] + k[None, :], mask=m_mask[:, None] & k_mask, other=0)
+        acc = tl.dot(x.to(COMPUTE), tl.trans(a.to(COMPUTE)), acc, input_precision=PRECISION)
+    out = out_ptr + m[:, None] * (SPLIT_K * 16) + r[None, :]
+    tl.store(out, acc, mask=m_mask[:, None])
+
+
 @triton.jit(do_not_specialize=["layer_start"])
 def shrink_decode_kernel(
     x_ptr,
@@ -74,7 +146,6 @@ def shrink_decode_kernel(
     num_rows = tl.load(tile + 2)
     plane = tl.load(tile + 3)
     total = tl.load(counts_ptr) * SPLIT_K
-    r = tl.arange(0, 16)
     while unit < total:
         split = unit % SPLIT_K
         k_start = split * SPAN
@@ -85,46 +156,15 @@ def shrink_decode_kernel(
             a_ptr = weights_ptr + element + (k_start - chunk * CHUNK)
             out = planes_ptr + (plane.to(tl.int64) * SPLIT_K + split) * 16
             if num_rows == 1:
-                token = tl.load(rows_ptr + start).to(tl.int64)
-                x_row = x_ptr + token * stride_xm + k_start
-                h = tl.zeros([16], dtype=tl.float32)
-                for i in tl.static_range(K_STEPS):
-                    k = i * BLOCK_K + tl.arange(0, BLOCK_K)
-                    a_mask = (r < width)[:, None]
-                    if EVEN_K:
-                        a = tl.load(a_ptr + r[:, None] * length + k[None, :], mask=a_mask, other=0)
-                        x = tl.load(x_row + k)
-                    else:
-                        k_mask = k < d_in - k_start
-                        a = tl.load(
-                            a_ptr + r[:, None] * length + k[None, :],
-                            mask=a_mask & k_mask[None, :], other=0,
-                        )  # fmt: skip
-                        x = tl.load(x_row + k, mask=k_mask, other=0)
-                    h += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-                tl.store(out + r, h)
+                _shrink_row(
+                    x_ptr, stride_xm, rows_ptr + start, a_ptr, width, length, out, k_start, d_in,
+                    BLOCK_K, K_STEPS, EVEN_K,
+                )  # fmt: skip
             else:
-                m = tl.arange(0, BLOCK_M)
-                m_mask = m < num_rows
-                token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-                x_rows = x_ptr + token * stride_xm + k_start
-                acc = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-                for k0 in tl.static_range(0, SPAN, DOT_K):
-                    k = k0 + tl.arange(0, DOT_K)
-                    k_mask = k < d_in - k_start
-                    a = tl.load(
-                        a_ptr + r[:, None] * length + k[None, :],
-                        mask=(r < width)[:, None] & k_mask[None, :], other=0,
-                    )  # fmt: skip
-                    x = tl.load(
-                        x_rows[:, None] + k[None, :],
-                        mask=m_mask[:, None] & k_mask[None, :], other=0,
-                    )  # fmt: skip
-                    acc = tl.dot(
-                        x.to(COMPUTE), tl.trans(a.to(COMPUTE)), acc, input_precision=PRECISION
-                    )
-                target = out + m[:, None] * (SPLIT_K * 16) + r[None, :]
-                tl.store(target, acc, mask=m_mask[:, None])
+                _shrink_rows(
+                    x_ptr, stride_xm, rows_ptr + start, num_rows, a_ptr, width, length, out,
+                    k_start, d_in, BLOCK_M, SPAN, DOT_K, SPLIT_K, COMPUTE, PRECISION,
+                )  # fmt: skip
         unit += stride
         tile = tiles_ptr + (unit // SPLIT_K) * 4
         is_listed = unit < total
@@ -241,6 +281,7 @@ def sgmv_shrink(
         "PRECISION": "ieee",
         "num_warps": choice.shrink_warps,
         "num_stages": choice.shrink_stages,
+        "maxnreg": choice.shrink_registers,
     }
     if choice.is_decode:
         cap = choice.programs_per_sm * lists.chip.num_sms

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS
-from multilora_kernels.lora_choice import SIDE_BY_SIDE, GroupShape, LoraChoice, choose
+from multilora_kernels.lora_choice import SIDE_BY_SIDE, Choose, GroupShape, LoraChoice, choose
 from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 
@@ -207,8 +207,10 @@ def list_runs(
     flat = tiles.reshape(-1).astype(np.int64)
     first_tile = _before(tiles)
     side = np.minimum(SIDE_BY_SIDE, 1 << np.ceil(np.log2(np.maximum(flat, 1))).astype(np.int64))
-    pieces_wide = SIDE_BY_SIDE // side if choice.is_decode else np.ones_like(side)
-    columns = pieces_wide * choice.block_n
+    columns = np.full_like(side, choice.block_n)
+    if choice.is_decode:
+        is_row = np.repeat(rows == 1, len(modules))
+        columns = np.where(is_row, (SIDE_BY_SIDE // side) * choice.block_n, choice.rows_n)
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
     num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
@@ -246,8 +248,16 @@ def list_runs(
 class WorkLists:
     """The lists of one table for steps of one kind, in buffers that never move once captured."""
 
-    def __init__(self, table: AdapterTable, chip: Chip, max_tokens: int, max_rank: int) -> None:
+    def __init__(
+        self,
+        table: AdapterTable,
+        chip: Chip,
+        max_tokens: int,
+        max_rank: int,
+        choose: Choose = choose,
+    ) -> None:
         self.table = table
+        self._choose = choose
         self.chip = chip
         self.shapes: Mapping[str, GroupShape] = group_shapes(table)
         self.max_tokens = max_tokens
@@ -261,13 +271,13 @@ class WorkLists:
         self._planes = torch.empty(0, dtype=torch.float32, device=table.device)
 
     def reserve(self, max_tokens: int) -> None:
-        """Allocate for any step of up to `max_tokens` rows, once, so that graphs may be captured."""
+        """Allocate for any step of up to `max_tokens` rows, so that graphs may be captured."""
         wanted = {}
         planes = 0
         for name, shape in self.shapes.items():
-            choice = choose(shape, max_tokens, self.chip)
+            choice = self._choose(shape, max_tokens, self.chip)
             tiles = max_tokens * len(shape.d_outs) * self.max_tiles
-            tasks = sum(-(-d_out // choice.block_n) for d_out in shape.d_outs)
+            tasks = sum(-(-d_out // min(choice.block_n, choice.rows_n)) for d_out in shape.d_outs)
             wanted[name] = _Capacity(tiles, max_tokens * tasks, -(-tiles // SIDE_BY_SIDE))
             planes = max(planes, tiles * choice.splits(shape.d_in))
         self._grow(wanted, planes)
@@ -282,12 +292,10 @@ class WorkLists:
     def expect(self, num_tokens: int, rank: int) -> None:
         """Size the coming launches for `num_tokens` rows of as many adapters of `rank`.
 
-        For graph capture: the lists are left empty, and a replay walks what it then finds.
+        The lists stay as they are: a launch walks whatever it finds there.
         """
-        self.update(np.empty(0, np.int32), np.zeros(1, np.int32), np.empty(0, np.int32), num_tokens)
         tiles = -(-rank // TILE_RANKS)
         for name, group in self.groups.items():
-            assert group.choice.is_decode, f"{num_tokens} tokens are prefill: no graph"
             side = SIDE_BY_SIDE // min(SIDE_BY_SIDE, 1 << (tiles - 1).bit_length())
             columns = side * group.choice.block_n
             tasks = sum(-(-d_out // columns) for d_out in group.shape.d_outs)
@@ -320,7 +328,7 @@ class WorkLists:
         self, permutation: IntArray, indptr: IntArray, slots: IntArray, num_tokens: int
     ) -> None:
         """Write the lists of a step, in stream order."""
-        choices = {n: choose(shape, num_tokens, self.chip) for n, shape in self.shapes.items()}
+        choices = {n: self._choose(s, num_tokens, self.chip) for n, s in self.shapes.items()}
         found = {}
         for name, shape in self.shapes.items():
             pieces = cut(indptr, slots, choices[name].block_m)

@@ -1,0 +1,357 @@
+"""add_lora at Llama-3-8B shapes, weights scattered over a paged pool of real geometry.
+
+The timed part is what a decode step does: launches sized for as many rank-16 adapters as there are
+rows, walking whatever the step's lists hold. Beside it run a Python loop over the adapters and
+gather + bmm, on contiguous weights.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from multilora_kernels.add_lora import add_lora
+from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
+from multilora_kernels.launch import Chip
+from multilora_kernels.layout import GROUPS, MODULES, ImagePlan, page_bytes, plan_image
+from multilora_kernels.lora_choice import (
+    Choose,
+    GroupShape,
+    LoraChoice,
+    choose,
+    clamp,
+    decode_bucket,
+    is_decode,
+    with_tuned,
+)
+from multilora_kernels.segments import Segments
+from multilora_kernels.table import AdapterTable
+from multilora_kernels.testing import LLAMA3_8B, make_slots
+
+LAYERS = 32
+ADAPTERS = 256
+ITEMSIZE = 2
+PAGE_BYTES = page_bytes(LAYERS, 8, 128, ITEMSIZE)
+MIX = (16, 8, 32, 16, 64, 16, 8, 128)
+# Layers that adapters of a rank have: few enough for 256 of them to fit one card.
+_LAYERS_OF = {"8": 32, "16": 32, "32": 16, "64": 8, "128": 4, "mix": 12}
+_BASELINE_ROWS = 64
+
+DECODE_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
+    {"block_n": block_n, "rows_n": rows_n, "expand_registers": registers, "programs_per_sm": cap}
+    for block_n in (64, 128)
+    for rows_n in (64, 128)
+    for registers in (None, 128)
+    for cap in (8, 16, 32, 64)
+)
+ORDER_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
+    {"block_k": block_k, "k_steps": steps, "shrink_warps": shrink_warps, "expand_warps": warps}
+    for block_k, steps, shrink_warps in (
+        (256, 1, 4), (512, 1, 4), (512, 2, 4), (1024, 1, 4), (1024, 1, 8), (1024, 2, 8),
+    )
+    for warps in (4, 8)
+)  # fmt: skip
+PREFILL_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
+    {
+        "block_m": block_m, "block_k": block_k, "k_steps": span // block_k,
+        "shrink_warps": 4, "shrink_stages": stages, "block_n": block_n, "expand_warps": warps,
+    }
+    for block_m in (64, 128)
+    for block_k, stages in ((64, 3), (64, 4), (128, 3))
+    for span in (512, 1024, 2048, 4096)
+    for block_n, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeviceFleet:
+    """256 random adapters of one rank law in a pool on the device."""
+
+    pool: torch.Tensor
+    table: AdapterTable
+    ranks: tuple[int, ...]  # by adapter
+    layers: int
+
+
+def ranks_of(label: str) -> tuple[int, ...]:
+    """Rank of every adapter: all alike, or the mix's eight in turn."""
+    if label == "mix":
+        return tuple(MIX[i % len(MIX)] for i in range(ADAPTERS))
+    return (int(label),) * ADAPTERS
+
+
+@lru_cache(maxsize=1)
+def device_fleet(label: str, device: torch.device) -> DeviceFleet:
+    """Adapters on all seven projections, pages in random order."""
+    layers = _LAYERS_OF[label]
+    ranks = ranks_of(label)
+    plans = {rank: _plan(rank, layers) for rank in set(ranks)}
+    num_pages = sum(plans[rank].num_pages for rank in ranks)
+    pool = torch.empty(num_pages, PAGE_BYTES, dtype=torch.uint8, device=device)
+    for pages in pool.view(torch.bfloat16).split(1024):
+        pages.normal_(std=0.02)
+    order = np.random.Generator(np.random.PCG64(1)).permutation(num_pages).tolist()
+    blocks = sum(len(plans[rank].blocks) for rank in ranks)
+    blocks = blocks * LAYERS // layers
+    table = AdapterTable(ADAPTERS + 1, LAYERS, LLAMA3_8B, blocks, device)
+    for index, rank in enumerate(ranks):
+        plan = plans[rank]
+        table.set(index + 1, plan, [order.pop() for _ in range(plan.num_pages)])
+    table.flush()
+    return DeviceFleet(pool, table, ranks, layers)
+
+
+@lru_cache(maxsize=16)
+def _plan(rank: int, layers: int) -> ImagePlan:
+    ranks = {(layer, module): rank for layer in range(layers) for module in MODULES}
+    return plan_image(ranks, LLAMA3_8B, PAGE_BYTES, ITEMSIZE)
+
+
+@dataclass(frozen=True)
+class LoraCell:
+    """One cell of the grid: a group, a number of rows, how adapters and ranks are spread."""
+
+    group: str
+    rows: int
+    popularity: str  # a law of `testing`, or "N adapters" in equal runs (prefill)
+    ranks: str
+
+    def slots(self, turn: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Slots of the rows; every turn takes other adapters."""
+        if self.popularity.endswith("adapters"):
+            adapters = int(self.popularity.split()[0])
+            slots = np.repeat(np.arange(adapters, dtype=np.int32), self.rows // adapters)
+        else:
+            slots = make_slots(self.popularity, self.rows, first_slot=0)
+        return (slots + turn * (int(slots.max()) + 1)) % ADAPTERS + 1
+
+    @property
+    def bytes(self) -> float:
+        """Each distinct adapter's A and B once, x once, y read and written."""
+        ranks = ranks_of(self.ranks)
+        weights = sum(ranks[slot - 1] for slot in set(self.slots(0).tolist()))
+        shapes = [LLAMA3_8B[module] for module in GROUPS[self.group]]
+        d_out = sum(shape[1] for shape in shapes)
+        per_rank = sum(sum(shape) for shape in shapes)
+        return ITEMSIZE * (weights * per_rank + self.rows * (shapes[0][0] + 2 * d_out))
+
+    @property
+    def flops(self) -> float:
+        """Two per weight and row."""
+        ranks = ranks_of(self.ranks)
+        weights = sum(ranks[slot - 1] for slot in self.slots(0).tolist())
+        return 2.0 * weights * sum(sum(LLAMA3_8B[module]) for module in GROUPS[self.group])
+
+    def build(self, device: torch.device) -> Built:
+        """Inputs that together exceed the L2, and the functions that run one of them."""
+        fleet = device_fleet(self.ranks, device)
+        modules = GROUPS[self.group]
+        d_in, d_out = LLAMA3_8B[modules[0]][0], sum(LLAMA3_8B[m][1] for m in modules)
+        sets = sets_needed(self.bytes)
+        x = torch.randn(sets, self.rows, d_in, device=device, dtype=torch.bfloat16)
+        y = torch.randn(sets, self.rows, d_out, device=device, dtype=torch.bfloat16)
+
+        def ours(choice: Choose) -> Run:
+            turns = [
+                self._segments(fleet, turn, device, choice)
+                for turn in range(-(-sets // fleet.layers))
+            ]
+
+            def run(index: int) -> None:
+                turn, layer = divmod(index, fleet.layers)
+                add_lora(
+                    y[index], x[index], fleet.pool, fleet.table, turns[turn], layer, self.group
+                )
+
+            return run
+
+        variants = {"ours": ours(choose)}
+        if self.rows <= _BASELINE_ROWS and self.ranks == "16":
+            variants.update(_baselines(self, x, y, device))
+        return Built(sets, variants, lambda tuned: ours(forced(tuned)))
+
+    def _segments(
+        self, fleet: DeviceFleet, turn: int, device: torch.device, choice: Choose
+    ) -> Segments:
+        segments = Segments(self.rows, device, max_rank=128, choose=choice)
+        slots = self.slots(turn)
+        if is_decode(self.rows):
+            segments.prepare_capture(fleet.table, self.rows, slots=slots)
+        else:
+            segments.build(slots)
+        return segments
+
+
+def forced(tuned: Mapping[str, Any]) -> Choose:
+    """The ordinary choice with some fields given."""
+
+    def choice(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
+        return clamp(with_tuned(choose(group, num_tokens, chip), tuned), group)
+
+    return choice
+
+
+def _baselines(
+    cell: LoraCell, x: torch.Tensor, y: torch.Tensor, device: torch.device
+) -> dict[str, Run]:
+    """A loop over adapters as PEFT runs it, and gather + bmm, on contiguous weights."""
+    slots = cell.slots(0)
+    adapters, index = np.unique(slots, return_inverse=True)
+    rank = 16
+    shapes = [LLAMA3_8B[module] for module in GROUPS[cell.group]]
+    sets = min(len(x), 8)
+
+    def weights(*shape: int) -> torch.Tensor:
+        return torch.randn(sets, len(adapters), *shape, device=device, dtype=x.dtype) * 0.02
+
+    a = [weights(rank, d_in) for d_in, _ in shapes]
+    b = [weights(d_out, rank) for _, d_out in shapes]
+    columns = np.cumsum([0] + [d_out for _, d_out in shapes]).tolist()
+    rows = [torch.from_numpy(np.flatnonzero(index == i)).to(device) for i in range(len(adapters))]
+    owner = torch.from_numpy(index.reshape(-1)).to(device)
+
+    def loop(i: int) -> None:
+        w = i % sets
+        for adapter, own in enumerate(rows):
+            x_rows = x[i].index_select(0, own)
+            for module in range(len(shapes)):
+                delta = (x_rows @ a[module][w, adapter].T) @ b[module][w, adapter].T
+                y[i, :, columns[module] : columns[module + 1]].index_add_(0, own, delta)
+
+    def gather(i: int) -> None:
+        w = i % sets
+        for module in range(len(shapes)):
+            shrunk = torch.bmm(a[module][w].index_select(0, owner), x[i].unsqueeze(2))
+            delta = torch.bmm(b[module][w].index_select(0, owner), shrunk).squeeze(2)
+            y[i, :, columns[module] : columns[module + 1]] += delta
+
+    return {"torch_loop": loop, "gather_bmm": gather}
+
+
+def _case(cell: LoraCell) -> Case:
+    phase = (
+        f"decode {decode_bucket(cell.rows)}"
+        if is_decode(cell.rows)
+        else f"prefill {2048 if cell.rows <= 4096 else 8192}"
+    )
+    tunes = cell.ranks == "16" and cell.popularity in ("distinct", "8 adapters")
+    tunes = tunes and cell.rows in (4, 16, 64, 256, 2048, 8192)
+    choices = (DECODE_CHOICES if is_decode(cell.rows) else PREFILL_CHOICES) if tunes else ()
+    return Case(
+        op="lora",
+        shape={
+            "group": cell.group,
+            "T": cell.rows,
+            "popularity": cell.popularity,
+            "rank": cell.ranks,
+        },
+        bytes=cell.bytes,
+        flops=cell.flops,
+        build=cell.build,
+        tune_key=f"{_key(cell.group)} {phase}",
+        choices=choices,
+    )
+
+
+def _key(group: str) -> str:
+    shapes = [LLAMA3_8B[module] for module in GROUPS[group]]
+    return GroupShape(group, shapes[0][0], tuple(s[1] for s in shapes), ITEMSIZE, 8192).key
+
+
+def _order_case(group: str) -> Case:
+    """Only for --tune: what must be alike at all decode sizes, timed over a blend of them.
+
+    The repeats make the four sizes weigh about the same.
+    """
+    blend = ((1, 8), (16, 4), (64, 2), (256, 1))
+
+    def build(device: torch.device) -> Built:
+        built = [(LoraCell(group, rows, "distinct", "16").build(device), n) for rows, n in blend]
+
+        def with_choice(tuned: Mapping[str, Any]) -> Run:
+            makers = [(part.with_choice, part.num_sets, n) for part, n in built]
+            runs = [(make(tuned), sets, n) for make, sets, n in makers if make is not None]
+
+            def run(index: int) -> None:
+                for one, sets, repeats in runs:
+                    for repeat in range(repeats):
+                        one((index * repeats + repeat) % sets)
+
+            return run
+
+        return Built(4, {}, with_choice)
+
+    return Case(
+        op="lora",
+        shape={"group": group, "T": "blend", "popularity": "distinct", "rank": "16"},
+        bytes=0.0,
+        build=build,
+        tune_key=f"{_key(group)} decode",
+        choices=ORDER_CHOICES,
+    )
+
+
+def _step_case(rows: int, groups: tuple[str, ...]) -> Case:
+    """All layers of one decode step, every row its own rank-16 adapter."""
+    cells = [LoraCell(group, rows, "distinct", "16") for group in groups]
+
+    def build(device: torch.device) -> Built:
+        fleet = device_fleet("16", device)
+        runs: list[Callable[[], None]] = []
+        segments = cells[0]._segments(fleet, 0, device, choose)
+        for cell in cells:
+            modules = GROUPS[cell.group]
+            d_out = sum(LLAMA3_8B[module][1] for module in modules)
+            size = (LAYERS, rows, LLAMA3_8B[modules[0]][0])
+            x = torch.randn(size, device=device, dtype=torch.bfloat16)
+            y = torch.randn(LAYERS, rows, d_out, device=device, dtype=torch.bfloat16)
+            for layer in range(LAYERS):
+                runs.append(
+                    lambda x=x[layer], y=y[layer], layer=layer, group=cell.group: add_lora(
+                        y, x, fleet.pool, fleet.table, segments, layer, group
+                    )
+                )
+
+        def run(_: int) -> None:
+            for one in runs:
+                one()
+
+        return Built(1, {"ours": run})
+
+    return Case(
+        op="lora_step",
+        shape={"T": rows, "groups": "+".join(groups), "layers": LAYERS, "rank": "16"},
+        bytes=LAYERS * sum(cell.bytes for cell in cells),
+        flops=LAYERS * sum(cell.flops for cell in cells),
+        build=build,
+    )
+
+
+def cells() -> Iterator[LoraCell]:
+    """The grid, by rank law so that each pool is made once."""
+    some = ("qkv", "down")
+    for group, rows in product(GROUPS, (1, 4, 16, 32, 64, 128, 256)):
+        yield LoraCell(group, rows, "distinct", "16")
+    for law, group, rows in product(("uniform", "skewed", "identical"), some, (16, 64, 256)):
+        yield LoraCell(group, rows, law, "16")
+    for group, rows, adapters in product(GROUPS, (2048, 8192), (1, 8, 32)):
+        yield LoraCell(group, rows, f"{adapters} adapters", "16")
+    for ranks, group, rows in product(("8", "32", "64", "128", "mix"), some, (1, 16, 64, 256)):
+        yield LoraCell(group, rows, "distinct", ranks)
+
+
+def cases() -> list[Case]:
+    """Every case of the LoRA op."""
+    made = [_order_case(group) for group in GROUPS]
+    steps = [
+        _step_case(rows, groups)
+        for rows in (1, 16, 64, 256)
+        for groups in (tuple(GROUPS), ("qkv", "o"))
+    ]
+    grid = [_case(cell) for cell in cells()]
+    alike = [case for case in grid if case.shape["rank"] == "16"]
+    return [*made, *alike, *steps, *(case for case in grid if case.shape["rank"] != "16")]
