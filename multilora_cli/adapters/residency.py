@@ -200,6 +200,11 @@ class Residency:
         """Whether a load or copy is on its way, so that polling again soon is worth it."""
         return any(e.state in (State.LOADING, State.COPYING) for e in self._pending)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `poll` has anything left to do, now or later."""
+        return bool(self._pending)
+
     def take_events(self) -> list[Standing]:
         """Tier changes since the last call, in order."""
         events, self._events = self._events, []

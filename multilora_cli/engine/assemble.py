@@ -36,16 +36,20 @@ from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
 
 Report = Callable[[str, int, int], None]
+Clock = Callable[[], float]
 _THREADS_MAX = 8
 
 
 class _Assembly:
     """One start of the engine; each method adds owners that the next one needs."""
 
-    def __init__(self, config: EngineConfig, geometry: ModelGeometry, report: Report) -> None:
+    def __init__(
+        self, config: EngineConfig, geometry: ModelGeometry, report: Report, now: Clock
+    ) -> None:
         self.config = config
         self.geometry = geometry
         self.report = report
+        self.now = now
         self.failpoints = Failpoints(config.failpoints)
         self.allocation = plan_memory(config, geometry)
         self.max_model_len = _context(config, geometry, self.allocation)
@@ -73,7 +77,7 @@ class _Assembly:
         self.evictor = Evictor(self.pool, self.rule, config.kv_reserve)
         self.prefixes: PrefixCache | None = None
         if config.prefix_caching:
-            self.prefixes = PrefixCache(self.pool, self.rule, time.monotonic)
+            self.prefixes = PrefixCache(self.pool, self.rule, self.now)
         self.kv = KVCache(self.pool, self.evictor, self.prefixes)
         self.table = AdapterTable(
             config.num_slots,
@@ -91,7 +95,7 @@ class _Assembly:
         warm = HostCache(config.host_adapter_bytes, reader.open, pin=device.type == "cuda")
         copier = PageCopier(self.buffer.pages)
         hot = HotTier(self.pool, self.evictor, self.table, copier, config.num_slots)
-        residency = Residency(hot, warm, loaders, self.rule, time.monotonic, config.num_loaders)
+        residency = Residency(hot, warm, loaders, self.rule, self.now, config.num_loaders)
         self.evictor.attach(prefixes=self.prefixes, adapters=residency)
         if self.prefixes is not None:
             residency.purge = self.prefixes.purge
@@ -108,7 +112,7 @@ class _Assembly:
             adapter_wait_s=config.adapter_wait_s,
             adapter_wait_limit_s=config.adapter_wait_limit_s,
         )
-        return Scheduler(limits, self.kv, residency, time.monotonic)
+        return Scheduler(limits, self.kv, residency, self.now)
 
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device."""
@@ -142,15 +146,18 @@ class _Assembly:
         )
 
 
-def build_engine(config: EngineConfig, report: Report | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, report: Report | None = None, now: Clock = time.monotonic
+) -> Engine:
     """An engine that is ready to step. Raises MloraError.
 
-    `report` is called with phase, done and total while the base is read and memory is taken.
+    `report` is called with phase, done and total while the base is read and memory is taken;
+    `now` gives monotonic seconds.
     """
     report = report or (lambda phase, done, total: None)
     torch.set_num_threads(config.num_threads or _default_threads())
     folder = Path(config.model_path)
-    assembly = _Assembly(config, read_geometry(folder), report)
+    assembly = _Assembly(config, read_geometry(folder), report, now)
     decoder = assembly.load_base()
     report("pool", 0, 1)
     assembly.take_memory()
@@ -170,6 +177,8 @@ def build_engine(config: EngineConfig, report: Report | None = None) -> Engine:
             scheduler=assembly.scheduler(residency),
             runner=assembly.runner(decoder),
             ready=assembly.ready(decoder),
+            failpoints=assembly.failpoints,
+            now=now,
             loaders=loaders,
         )
     )

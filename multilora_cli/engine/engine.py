@@ -62,6 +62,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: Runner
     ready: Ready
+    failpoints: Failpoints
     now: Callable[[], float] = time.monotonic
     loaders: ThreadPoolExecutor | None = None
 
@@ -72,7 +73,6 @@ class Engine:
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
         self._answers = Answers(parts.scheduler, parts.kv)
-        self._failpoints = Failpoints(parts.config.failpoints)
         self._arrivals = 0
         self._refused: list[Delta] = []
         self._replies: list[Reply] = []
@@ -96,7 +96,7 @@ class Engine:
 
     def _run(self, batch: ScheduledBatch) -> list[Delta]:
         parts, started = self.parts, time.perf_counter()
-        self._failpoints.hit("step")
+        parts.failpoints.hit("step")
         step = parts.pool.clock.launch()
         results = parts.runner.run(batch)
         parts.kv.copies_launched()
@@ -113,7 +113,8 @@ class Engine:
             return 0.0
         if self.parts.residency.busy():
             return 0.001
-        return 0.005 if self.parts.scheduler.has_work or self._refused else None
+        has_work = self.parts.scheduler.has_work or self.parts.residency.has_work
+        return 0.005 if has_work or self._refused else None
 
     @property
     def drained(self) -> bool:

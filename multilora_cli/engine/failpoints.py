@@ -28,6 +28,11 @@ class Failpoints:
         self._actions = dict(actions or {})
         self._hits: Counter[str] = Counter()
 
+    def arm(self, actions: Mapping[str, str]) -> None:
+        """Replace all actions and forget the hits."""
+        self._actions = dict(actions)
+        self._hits.clear()
+
     def hit(self, place: str, request_id: int | None = None) -> str | None:
         """Act on `place`; returns an action the caller has to carry out, such as nan."""
         if not self._actions:
