@@ -1,0 +1,307 @@
+"""The malformed corpus: every kind is refused, naming what is wrong (F30, F39, F40, F41)."""
+
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilora_cli.errors import AdapterError
+from multilora_cli.sizing.geometry import read_geometry
+from tests.adapters.adapter_oracle import (
+    assert_equals_peft,
+    built,
+    edit_config,
+    edit_tensors,
+    plan_for,
+    read,
+)
+from tests.adapters.malformed import KINDS, Q_A, WEIGHTS, write_good
+from tests.signature import load_base, peft_adapter, tiny_base
+
+
+def test_the_good_adapter_is_good(base: Path, tmp_path: Path) -> None:
+    """What the kinds spoil is accepted and equals PEFT, so only the spoiling is refused."""
+    folder = write_good(tmp_path / "a")
+    assert_equals_peft(folder, base)
+    assert len(KINDS) >= 64
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_malformed(base: Path, tmp_path: Path, name: str) -> None:
+    """LOAD, RANK, SCALE, NOOP: refused with file and field or tensor, in printable text."""
+    kind = KINDS[name]
+    folder = write_good(tmp_path / "acme")
+    kind.build(folder)
+    with pytest.raises(AdapterError) as caught:
+        adapter = read(folder, base, max_rank=64)
+        assert kind.when == "values"
+        built(adapter, plan_for(adapter, read_geometry(base)))
+    message = str(caught.value)
+    for word in kind.words:
+        assert word in message, (word, message)
+    assert message.isprintable() and len(message) < 700
+    assert str(folder) in message  # names the adapter's folder
+    assert caught.value.reason
+
+
+def test_refusals_open_nothing_for_good(base: Path, tmp_path: Path) -> None:
+    """A refused file leaves no open descriptor behind."""
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("overlap", "fifo", "symlink", "all-nan", "one-byte-short", "file-of-3-bytes"):
+        folder = write_good(tmp_path / name)
+        KINDS[name].build(folder)
+        with pytest.raises(AdapterError):
+            adapter = read(folder, base)
+            built(adapter, plan_for(adapter, read_geometry(base)))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_cfg_11_dora(base: Path, tmp_path: Path) -> None:
+    """A-CFG-11: a real DoRA adapter is refused by field; without the field, by tensor."""
+    folder = peft_adapter(base, tmp_path / "a", use_dora=True)
+    with pytest.raises(AdapterError, match="use_dora"):
+        read(folder, base)
+    with pytest.raises(AdapterError, match="lora_magnitude_vector.*DoRA"):
+        read(edit_config(folder, use_dora=False), base)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_a_cfg_12_bias(tmp_path: Path, bias: str) -> None:
+    """A-CFG-12: a trained bias is refused, also when the field says otherwise."""
+    base = tiny_base(tmp_path / "base", tokenizer=False, attention_bias=True)
+    folder = peft_adapter(base, tmp_path / "a", bias=bias)
+    with pytest.raises(AdapterError, match=rf"bias: found '{bias}' with \d+ bias tensors"):
+        read(folder, base)
+    with pytest.raises(AdapterError, match=r"tensor '.*bias': a trained bias"):
+        read(edit_config(folder, bias="none"), base)
+
+
+def test_a_cfg_13_modules_to_save(base: Path, tmp_path: Path) -> None:
+    """A-CFG-13: a saved head is refused naming the field and its size."""
+    folder = peft_adapter(base, tmp_path / "a", modules_to_save=["lm_head"])
+    with pytest.raises(AdapterError, match=r"modules_to_save: found \['lm_head'\] \(75 KiB"):
+        read(folder, base)
+    with pytest.raises(AdapterError, match=r"lm_head\.weight': an adapted or saved output head"):
+        read(edit_config(folder, modules_to_save=None), base)
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_a_cfg_14_tied_head(tmp_path: Path) -> None:
+    """A-CFG-14: LoRA on lm_head is refused by name, tied or not."""
+    base = tiny_base(tmp_path / "base", tokenizer=False, tie_word_embeddings=True)
+    folder = peft_adapter(base, tmp_path / "a", target_modules=["lm_head", "q_proj"])
+    with pytest.raises(AdapterError, match="lm_head"):
+        read(folder, base)
+
+
+def test_a_cfg_15_grown_vocabulary(base: Path, tmp_path: Path) -> None:
+    """A-CFG-15: two more rows: both shapes and the likely cause."""
+    folder = write_good(tmp_path / "a")
+    name = "base_model.model.model.embed_tokens.weight"
+    edit_tensors(folder, lambda tensors: tensors | {name: torch.ones(302, 64)})
+    for options in ({}, {"base_folder": base}):
+        with pytest.raises(AdapterError) as caught:
+            read(folder, base, **options)
+        for word in (name, "[302, 64]", "[300, 64]", "tokens were added"):
+            assert word in str(caught.value)
+
+
+def test_a_cfg_16_token_rows(base: Path, tmp_path: Path) -> None:
+    """A-CFG-16: trained token rows are refused by field and by tensor."""
+    folder = peft_adapter(base, tmp_path / "a", trainable_token_indices=[5, 9])
+    with pytest.raises(AdapterError, match="trainable_token_indices"):
+        read(folder, base)
+    with pytest.raises(AdapterError, match="trainable_tokens_delta"):
+        read(edit_config(folder, trainable_token_indices=None), base)
+
+
+def test_a_cfg_17_bin_alone_and_a_sec_03(base: Path, tmp_path: Path) -> None:
+    """A-CFG-17, A-SEC-03: a pickle is never opened; the refusal names the conversion."""
+    folder = write_good(tmp_path / "a")
+    marker = tmp_path / "marker"
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.mkdir, (str(marker),))
+
+    (folder / WEIGHTS).unlink()
+    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(AdapterError) as caught:
+        read(folder, base)
+    assert caught.value.reason == "pickle" and not marker.exists()
+    assert "weights_only=True" in str(caught.value.hint)
+
+
+def test_the_conversion_command_works(base: Path, tmp_path: Path) -> None:
+    """A-CFG-17: the command in the hint turns a .bin folder into one that is served."""
+    import subprocess
+    import sys
+
+    from safetensors.torch import load_file
+
+    folder = write_good(tmp_path / "a")
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(AdapterError) as caught:
+        read(folder, base)
+    command = str(caught.value.hint).partition("folder: ")[2]
+    code = re.fullmatch(r'python -c "(.*)"', command)
+    assert code is not None
+    subprocess.run([sys.executable, "-c", code[1]], cwd=folder, check=True)
+    assert_equals_peft(folder, base, oracle=write_good(tmp_path / "b"))
+
+
+def test_a_cfg_19_wrong_folder(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A-CFG-19: the absolute path tried, and what was looked for."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    good = write_good(tmp_path / "good")
+    for path in ("good", "good/", "~/good", str(good)):
+        assert read(Path(path), base).folder == good
+    for path, words in {
+        base: ("no adapter_config.json", "base model"),
+        Path("empty"): (str(tmp_path / "empty"), "empty folder"),
+        good / WEIGHTS: ("is a file",),
+        Path("~/gone"): (str(tmp_path / "gone"), "no such folder"),
+        Path("nul\0"): ("not readable",),
+    }.items():
+        with pytest.raises(AdapterError) as caught:
+            read(path, base)
+        text = f"{caught.value} {caught.value.hint}"
+        assert all(word in text for word in words), text
+
+
+def test_a_cfg_21_other_base(tmp_path: Path) -> None:
+    """A-CFG-21: first mismatch with both shapes, and how many there are."""
+    small = tiny_base(tmp_path / "small", tokenizer=False)
+    wide = tiny_base(tmp_path / "wide", tokenizer=False, intermediate_size=192)
+    deep = tiny_base(tmp_path / "deep", tokenizer=False, num_hidden_layers=3)
+    mlp = ["gate_proj", "down_proj"]
+    folder = peft_adapter(small, tmp_path / "a", target_modules=mlp)
+    with pytest.raises(AdapterError, match=r"\[8, 128\], the base needs \[8, 192\]; 4 of 8 tensor"):
+        read(folder, wide)
+    folder = peft_adapter(deep, tmp_path / "b", target_modules=mlp)
+    with pytest.raises(AdapterError, match="layer 2, the base has 2 layers.* 4 of 12 tensors"):
+        read(folder, small)
+    with pytest.raises(AdapterError, match="declared but has no tensors; 2 modules"):
+        read(peft_adapter(small, tmp_path / "c", target_modules=mlp), deep)
+
+
+def test_a_cfg_24_rank_limit(base: Path, tmp_path: Path) -> None:
+    """A-CFG-24: no flag needed up to the limit; above it both numbers are named."""
+    folder = peft_adapter(base, tmp_path / "a", r=128)
+    assert read(folder, base).max_rank == 128
+    with pytest.raises(AdapterError, match="rank 128, the limit max_lora_rank is 64"):
+        read(folder, base, max_rank=64)
+
+
+def test_a_cfg_26_empty_tensors(base: Path, tmp_path: Path) -> None:
+    """A-CFG-26: what ZeRO-3 leaves behind, as a 40-byte file too."""
+    folder = write_good(tmp_path / "a")
+    (folder / WEIGHTS).write_bytes((32).to_bytes(8, "little") + b"{}".ljust(32))
+    with pytest.raises(AdapterError, match="no tensors.*ZeRO-3"):
+        read(folder, base)
+    folder = write_good(tmp_path / "b")
+    edit_tensors(folder, lambda tensors: {name: torch.zeros(0) for name in tensors})
+    with pytest.raises(AdapterError, match=r"shape \[0\].*ZeRO-3"):
+        read(folder, base)
+
+
+def test_a_cfg_33_non_finite(base: Path, tmp_path: Path) -> None:
+    """A-CFG-33: any NaN or infinity, in any dtype of file and image, named with its count."""
+    geometry = read_geometry(base)
+    for stored in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            folder = write_good(tmp_path / f"{stored}{bad}")
+
+            def spoil(
+                tensors: dict[str, torch.Tensor],
+                stored: torch.dtype = stored,
+                bad: float = bad,
+            ) -> dict[str, torch.Tensor]:
+                tensors = {name: t.to(stored) for name, t in tensors.items()}
+                tensors[Q_A].view(-1)[[0, 255]] = bad
+                return tensors
+
+            edit_tensors(folder, spoil)
+            adapter = read(folder, base)
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                with pytest.raises(AdapterError, match=re.escape(Q_A)) as caught:
+                    built(adapter, plan_for(adapter, geometry, dtype), dtype)
+                assert "2 of" not in str(caught.value)
+                assert re.search("2 NaN|2 infinite", str(caught.value))
+                assert caught.value.reason == "not_finite"
+
+
+def test_a_cfg_28_overflow(base: Path, tmp_path: Path) -> None:
+    """A-CFG-28, F40: values that float16 cannot hold are an error with tensor, count and scaling."""
+    folder = write_good(tmp_path / "a")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[Q_A.replace("lora_A", "lora_B")].view(-1)[:3] = 40_000.0
+        return tensors
+
+    adapter, geometry = read(edit_tensors(folder, spoil), base), read_geometry(base)
+    built(adapter, plan_for(adapter, geometry, torch.bfloat16), torch.bfloat16)
+    with pytest.raises(
+        AdapterError, match=r"3 of 256 values overflow torch.float16 with scaling 2"
+    ):
+        built(adapter, plan_for(adapter, geometry, torch.float16), torch.float16)
+
+
+def test_pissa_is_refused_because_it_would_be_wrong(base: Path, tmp_path: Path) -> None:
+    """SCALE: the factors PEFT saves for PiSSA are wrong on the original base; converted they work."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa")
+    model = get_peft_model(load_base(base), config)
+    initial = tmp_path / "initial"
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(initial)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path / "raw")
+    with pytest.raises(AdapterError, match="init_lora_weights: found 'pissa'") as caught:
+        read(tmp_path / "raw", base)
+    assert "path_initial_model_for_weight_conversion" in str(caught.value.hint)
+    model.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=str(initial)
+    )
+    assert_equals_peft(tmp_path / "converted", base)
+
+
+def test_config_names_code_that_is_never_run(base: Path, tmp_path: Path) -> None:
+    """RELIABILITY 3.1: modules named in a config are data: nothing is imported."""
+    import sys
+
+    folder = write_good(tmp_path / "a")
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')")
+    mapping = {"parent_library": "evil_module", "base_model_class": "X"}
+    sys.path.insert(0, str(tmp_path))
+    try:
+        read(edit_config(folder, auto_mapping=mapping, megatron_core="evil_module"), base)
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert "evil_module" not in sys.modules
+
+
+def test_all_zero_b_is_noted(base: Path, tmp_path: Path) -> None:
+    """NOOP: an untrained adapter (B = 0) is served as PEFT serves it, and says so."""
+    from multilora_cli.adapters.image import build_image
+
+    folder = write_good(tmp_path / "a")
+    edit_tensors(folder, lambda ts: {n: t * 0 if "lora_B" in n else t for n, t in ts.items()})
+    adapter, geometry = read(folder, base), read_geometry(base)
+    plan = plan_for(adapter, geometry)
+    out = torch.empty(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
+    notes = build_image(adapter, plan, torch.float32, out)
+    assert notes == ("every lora_B is zero: answers equal the base's",)
+    shutil.rmtree(folder)
