@@ -172,7 +172,7 @@ class Adapters:
             raise RequestError(error.message) from None
         reply = await self._client.load(ref, pin=pin, timeout_s=self._config.limits.load_s)
         if reply.fault is not None:
-            if reply.fault.code == "adapter_unavailable":  # its content, not our state
+            if reply.fault.code in ("adapter_unavailable", "adapter_refused"):  # its content
                 raise RequestError(reply.fault.message)
             raise fault_error(reply.fault)
         if reply.status is not None:

@@ -20,12 +20,19 @@ class TextRules:
     stop_ids: frozenset[int] = frozenset()  # those that end an answer, end of sequence included
 
 
+class Ending(NamedTuple):
+    """How an answer ended; both None while it goes on."""
+
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or the stop id
+
+
 class Growth(NamedTuple):
     """What one delta added to an answer."""
 
     text: str
     logprobs: list[TokenLogprobs]
-    finish_reason: str | None
+    ending: Ending
 
 
 @dataclass
@@ -43,8 +50,7 @@ class Choice:
     def __init__(self, index: int, tokenizer: Tokenizer, rules: TextRules) -> None:
         self.index = index
         self.num_tokens = 0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
+        self.ending = Ending()
         self._rules = rules
         self._detokenizer = tokenizer.detokenizer(skip_special=rules.skip_special)
         self._matcher = StopMatcher(rules.stops, include=rules.include_stop)
@@ -53,32 +59,28 @@ class Choice:
         """Take a delta; after a stop string the rest of it is not counted."""
         parts: list[str] = []
         logprobs: list[TokenLogprobs] = []
+        stop_reason: int | None = None
         ends = delta.finish_reason == "stop"
         for place, token_id in enumerate(delta.token_ids):
             self.num_tokens += 1
             if delta.logprobs is not None:
                 logprobs.append(delta.logprobs[place])
-            if ends and place == len(delta.token_ids) - 1 and self._is_stop(token_id):
-                continue
+            if ends and place == len(delta.token_ids) - 1 and token_id in self._rules.stop_ids:
+                stop_reason = token_id
+                if not self._rules.include_stop:
+                    continue
             found = self._text(token_id)
             if isinstance(found, Found):
-                self.finish_reason, self.stop_reason = "stop", found.stop
-                return Growth("".join([*parts, found.text]), logprobs, "stop")
+                self.ending = Ending("stop", found.stop)
+                return Growth("".join([*parts, found.text]), logprobs, self.ending)
             parts.append(found)
         if delta.finish_reason is not None:
             parts.append(self._matcher.flush())
-            self.finish_reason = delta.finish_reason
-        return Growth("".join(parts), logprobs, self.finish_reason)
+            self.ending = Ending(delta.finish_reason, stop_reason)
+        return Growth("".join(parts), logprobs, self.ending)
 
     def _text(self, token_id: int) -> str | Found:
         text = self._detokenizer.add(token_id)
         if not text or self.num_tokens <= self._rules.min_tokens:
             return text
         return self._matcher.add(text)
-
-    def _is_stop(self, token_id: int) -> bool:
-        """Whether the last token ended the answer; then it is not part of the text."""
-        if token_id not in self._rules.stop_ids:
-            return False
-        self.stop_reason = token_id
-        return not self._rules.include_stop

@@ -14,6 +14,7 @@ MAX_RETRY_AFTER_S = 120  # the openai client gives up above it
 # code -> (status, type); a code that is not here is a bug and answered as one
 _FAULTS: dict[str, tuple[int, str]] = {
     "adapter_loading": (503, "service_unavailable_error"),
+    "adapter_refused": (400, "invalid_request_error"),
     "adapter_unavailable": (503, "service_unavailable_error"),
     "context_length_exceeded": (400, "invalid_request_error"),
     "engine_unavailable": (503, "service_unavailable_error"),

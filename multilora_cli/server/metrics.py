@@ -282,8 +282,8 @@ class _Scrape(Collector):
 
 _VLLM = {
     "preemptions": "vllm:num_preemptions",
-    "prefix_hits": "vllm:prefix_cache_hits",
-    "prefix_queries": "vllm:prefix_cache_queries",
+    "cached_tokens": "vllm:prefix_cache_hits",  # vLLM counts both in tokens
+    "prompt_tokens": "vllm:prefix_cache_queries",
 }
 
 

@@ -128,7 +128,6 @@ class Texts:
 
     def _job(self, request: "_Request", prompts: list[list[int]], echo: list[str] | None) -> Job:
         body, caller = request.body, request.caller
-        seed = secrets.randbits(63)
         salt = f"{caller.tenant}/{body.cache_salt or ''}"
         submits = []
         for prompt in prompts:
@@ -138,7 +137,7 @@ class Texts:
                 room=room,
                 vocab_size=self.config.vocab_size,
                 eos_ids=self.config.eos_token_ids,
-                seed=seed,
+                seed=secrets.randbits(63),  # drawn for each prompt, unless the request has one
             )
             submits.append(
                 Submit(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from multilora_cli.engine.messages import AdapterRef, TokenLogprobs
-from multilora_cli.server.choice import Choice, Usage
+from multilora_cli.server.choice import Ending, Usage
 from multilora_cli.text.pieces import PieceTable
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
@@ -80,37 +80,27 @@ class Frame:
         }
 
 
-def chat_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def chat_choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, ending: Ending
+) -> dict[str, Any]:
     """A choice of a whole chat reply."""
-    return {
-        "index": choice.index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs, **ending._asdict()}
 
 
-def text_choice(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    """A choice of a whole text completion, and of its chunks."""
-    return {
-        "index": choice.index,
-        "text": text,
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
-
-
-def chat_delta(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def chat_delta(
+    index: int, text: str, logprobs: dict[str, Any] | None, ending: Ending
+) -> dict[str, Any]:
     """A choice of a chat chunk."""
-    return {
-        "index": choice.index,
-        "delta": {"content": text} if text or choice.finish_reason is None else {},
-        "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
-        "stop_reason": choice.stop_reason,
-    }
+    delta = {"content": text} if text or ending.finish_reason is None else {}
+    return {"index": index, "delta": delta, "logprobs": logprobs, **ending._asdict()}
+
+
+def text_choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, ending: Ending
+) -> dict[str, Any]:
+    """A choice of a text completion, whole or chunk."""
+    return {"index": index, "text": text, "logprobs": logprobs, **ending._asdict()}
 
 
 def chat_role(index: int) -> dict[str, Any]:

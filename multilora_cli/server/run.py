@@ -101,13 +101,13 @@ class Run:
         if self._ticket is not None:
             with self._ticket:
                 pass
-        if all(choice.finish_reason for choice in self.choices):
-            self._outcome = str(self.choices[0].finish_reason)
+        if all(choice.ending.finish_reason for choice in self.choices):
+            self._outcome = str(self.choices[0].ending.finish_reason)
         self._meter.finished(self._outcome)
 
     def _step(self, ticket: Ticket, delta: Delta) -> Step | None:
         choice = self.choices[ticket.place(delta) * self.job.n + delta.index]
-        if choice.finish_reason is not None:
+        if choice.ending.finish_reason is not None:
             return None  # sent before the engine learned of a cut
         if delta.fault is not None:
             raise fault_error(delta.fault)
@@ -119,7 +119,7 @@ class Run:
         if added:
             self.usage.completion_tokens += added
             self._meter.tokens(added)
-        if growth.finish_reason is not None and delta.finish_reason is None:
+        if growth.ending.finish_reason is not None and delta.finish_reason is None:
             ticket.cut(delta)
         return Step(choice, growth, delta)
 

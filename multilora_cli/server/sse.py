@@ -94,10 +94,11 @@ class Chunks:
         elif first:
             text = self._columns.echo(index) + text
         entries = self._columns.entries(step)
-        if text or step.growth.finish_reason or (entries and self._job.num_top is not None):
+        ended = step.growth.ending.finish_reason is not None
+        if text or ended or (entries and self._job.num_top is not None):
             make = chat_delta if self._job.frame.kind == "chat" else text_choice
             logprobs = self._columns.take(index, entries) if entries else None
-            yield self._chunk(make(step.choice, text, logprobs))
+            yield self._chunk(make(index, text, logprobs, step.growth.ending))
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._job.frame.chunk([choice])
@@ -121,10 +122,10 @@ async def whole_reply(run: Run, first: list[Step]) -> dict[str, Any]:
             logprobs[index] += columns.entries(step)
         steps = await run.next()
     choices = []
-    for choice in run.choices:
-        text = columns.echo(choice.index) + "".join(texts[choice.index])
-        make = chat_choice if job.frame.kind == "chat" else text_choice
-        choices.append(make(choice, text, columns.take(choice.index, logprobs[choice.index])))
+    make = chat_choice if job.frame.kind == "chat" else text_choice
+    for index, choice in enumerate(run.choices):
+        text = columns.echo(index) + "".join(texts[index])
+        choices.append(make(index, text, columns.take(index, logprobs[index]), choice.ending))
     return job.frame.reply(choices, run.usage)
 
 
