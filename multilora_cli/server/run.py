@@ -9,7 +9,7 @@ from multilora_cli.engine.messages import Delta, Submit
 from multilora_cli.errors import RequestError
 from multilora_cli.server.choice import Choice, Growth, TextRules, Usage
 from multilora_cli.server.client import EngineClient
-from multilora_cli.server.contract import fault_error
+from multilora_cli.server.contract import fault_error, internal_error
 from multilora_cli.server.metrics import Metrics
 from multilora_cli.server.replies import Frame
 from multilora_cli.server.ticket import ClientGone, Ticket
@@ -111,6 +111,8 @@ class Run:
             return None  # sent before the engine learned of a cut
         if delta.fault is not None:
             raise fault_error(delta.fault)
+        if delta.finish_reason in ("abort", "error"):
+            raise internal_error()  # nobody here asked for it, and there is no fault to show
         if delta.cached_tokens and delta.index == 0:
             self.usage.cached_tokens += delta.cached_tokens
         before = choice.num_tokens
