@@ -162,14 +162,18 @@ def group_shapes(table: AdapterTable) -> dict[str, GroupShape]:
 
 
 def cut(indptr: IntArray, slots: IntArray, block_m: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Segments cut into pieces of at most `block_m` rows: (slot, first row, rows) of each."""
+    """Segments cut into even pieces of at most `block_m` rows: (slot, first row, rows) of each.
+
+    Even, so that a row which shares its adapter is never left alone: one row takes another path.
+    """
     lengths = np.diff(indptr)
     pieces = -(-lengths // block_m)
     owner = np.repeat(np.arange(len(slots)), pieces)
     ordinal = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = indptr[:-1][owner] + ordinal * block_m
-    rows = np.minimum(block_m, indptr[1:][owner] - start)
-    return slots[owner], start.astype(np.int32), rows.astype(np.int32)
+    start = ordinal * lengths[owner] // pieces[owner]
+    stop = (ordinal + 1) * lengths[owner] // pieces[owner]
+    first = indptr[:-1][owner] + start
+    return slots[owner], first.astype(np.int32), (stop - start).astype(np.int32)
 
 
 def _before(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:

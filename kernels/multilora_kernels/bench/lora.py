@@ -5,7 +5,7 @@ rows, walking whatever the step's lists hold. Beside it run a Python loop over t
 gather + bmm, on contiguous weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -28,9 +28,10 @@ from multilora_kernels.lora_choice import (
     is_decode,
     with_tuned,
 )
+from multilora_kernels.popularity import make_slots
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
-from multilora_kernels.testing import LLAMA3_8B, make_slots
+from multilora_kernels.testing import LLAMA3_8B
 
 LAYERS = 32
 ADAPTERS = 256
@@ -137,13 +138,13 @@ class LoraCell:
         shapes = [LLAMA3_8B[module] for module in GROUPS[self.group]]
         d_out = sum(shape[1] for shape in shapes)
         per_rank = sum(sum(shape) for shape in shapes)
-        return ITEMSIZE * (weights * per_rank + self.rows * (shapes[0][0] + 2 * d_out))
+        return float(ITEMSIZE * (weights * per_rank + self.rows * (shapes[0][0] + 2 * d_out)))
 
     @property
     def flops(self) -> float:
         """Two per weight and row."""
         ranks = ranks_of(self.ranks)
-        weights = sum(ranks[slot - 1] for slot in self.slots(0).tolist())
+        weights = float(sum(ranks[slot - 1] for slot in self.slots(0).tolist()))
         return 2.0 * weights * sum(sum(LLAMA3_8B[module]) for module in GROUPS[self.group])
 
     def build(self, device: torch.device) -> Built:
@@ -157,7 +158,7 @@ class LoraCell:
 
         def ours(choice: Choose) -> Run:
             turns = [
-                self._segments(fleet, turn, device, choice)
+                self.segments(fleet, turn, device, choice)
                 for turn in range(-(-sets // fleet.layers))
             ]
 
@@ -174,9 +175,10 @@ class LoraCell:
             variants.update(_baselines(self, x, y, device))
         return Built(sets, variants, lambda tuned: ours(forced(tuned)))
 
-    def _segments(
+    def segments(
         self, fleet: DeviceFleet, turn: int, device: torch.device, choice: Choose
     ) -> Segments:
+        """The step's lists, with launches sized as a captured decode graph has them."""
         segments = Segments(self.rows, device, max_rank=128, choose=choice)
         slots = self.slots(turn)
         if is_decode(self.rows):
@@ -301,24 +303,20 @@ def _step_case(rows: int, groups: tuple[str, ...]) -> Case:
 
     def build(device: torch.device) -> Built:
         fleet = device_fleet("16", device)
-        runs: list[Callable[[], None]] = []
-        segments = cells[0]._segments(fleet, 0, device, choose)
+        segments = cells[0].segments(fleet, 0, device, choose)
+        parts = []
         for cell in cells:
             modules = GROUPS[cell.group]
             d_out = sum(LLAMA3_8B[module][1] for module in modules)
             size = (LAYERS, rows, LLAMA3_8B[modules[0]][0])
             x = torch.randn(size, device=device, dtype=torch.bfloat16)
             y = torch.randn(LAYERS, rows, d_out, device=device, dtype=torch.bfloat16)
-            for layer in range(LAYERS):
-                runs.append(
-                    lambda x=x[layer], y=y[layer], layer=layer, group=cell.group: add_lora(
-                        y, x, fleet.pool, fleet.table, segments, layer, group
-                    )
-                )
+            parts.append((cell.group, x, y))
 
         def run(_: int) -> None:
-            for one in runs:
-                one()
+            for layer in range(LAYERS):
+                for group, x, y in parts:
+                    add_lora(y[layer], x[layer], fleet.pool, fleet.table, segments, layer, group)
 
         return Built(1, {"ours": run})
 
