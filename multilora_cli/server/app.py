@@ -237,10 +237,11 @@ class Routes:
         front = self._front
         body = await front.parse(request, TokenizeBody)
         self._check_model(body.model)
-        ids = await front.in_thread(lambda: front.texts.tokenize(body))
+        length = front.max_model_len
+        ids = await front.in_thread(lambda: front.texts.tokenize(body, length))
         reply: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": front.max_model_len,
+            "max_model_len": length,
             "tokens": ids,
             "token_strs": None,
         }

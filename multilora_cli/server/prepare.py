@@ -68,10 +68,12 @@ class Texts:
         request = _Request("text", body, adapter, caller, max_model_len)
         return self._job(request, prompts, texts if body.echo else None)
 
-    def tokenize(self, body: TokenizeBody) -> list[int]:
+    def tokenize(self, body: TokenizeBody, max_model_len: int) -> list[int]:
         """Ids of a prompt or of messages."""
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("expected either prompt or messages", param="prompt")
+        length = len(body.prompt or "") + sum(map(_length, body.messages or ()))
+        self._check_length(length, max_model_len, "messages" if body.messages else "prompt")
         if body.prompt is not None:
             add_special = body.add_special_tokens is not False
             return self.tokenizer.encode(body.prompt, add_special=add_special)
