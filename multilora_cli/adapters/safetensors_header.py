@@ -336,9 +336,9 @@ class _Parser:
 
 
 def _unsigned(text: str) -> int:
-    """The format's numbers are unsigned: the library refuses even -0."""
-    if text.startswith("-"):
-        raise ValueError(f"negative number {text[:20]}")
+    """The format's numbers are unsigned: the library refuses even -0. Others fail by tensor."""
+    if text == "-0":
+        raise ValueError("negative number -0")
     return int(text)
 
 

@@ -1,9 +1,11 @@
 """JSON as the standard has it: UTF-8, no duplicate keys, no NaN, no endless nesting."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+_SURROGATE = re.compile(rb"\\u[dD]")
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")
 
 
@@ -26,20 +28,25 @@ def parse_json(raw: bytes, *, parse_int: Callable[[str], int] | None = None) -> 
     if raw.startswith(_BYTE_ORDER_MARKS):
         raise JsonError("starts with a byte order mark, expected plain UTF-8")
     try:
-        return json.loads(
+        value = json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
             parse_int=parse_int,
         )
+        if _SURROGATE.search(raw):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")  # fails on half a pair
     except UnicodeDecodeError as error:
         raise JsonError(f"not UTF-8 at byte {error.start}") from None
+    except UnicodeEncodeError:
+        raise JsonError("holds half of a surrogate pair") from None
     except RecursionError:
         raise JsonError("nested too deeply") from None
     except JsonError:
         raise
     except ValueError as error:
         raise JsonError(f"not JSON: {error}") from None
+    return value
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 import os
 import pickle
 import re
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
+from multilora_cli.adapters.image import build_image
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters.adapter_oracle import (
@@ -48,6 +52,16 @@ def test_malformed(base: Path, tmp_path: Path, name: str) -> None:
     assert caught.value.reason
 
 
+def test_regular_expressions_that_explode_are_decided(base: Path, tmp_path: Path) -> None:
+    """LOAD: patterns on which `re` never ends are matched in bounded time, right or refused."""
+    bomb = "(.*)*" * 400 + "x"
+    folder = write_good(tmp_path / "a", rank_pattern={bomb: 4}, alpha_pattern={"(q|v|_)*j+": 4})
+    notes = read(folder, base).notes
+    assert sum("matches no adapted module" in note for note in notes) == 2
+    with pytest.raises(AdapterError, match="takes too long to match"):
+        read(edit_config(folder, rank_pattern={"(?:(?:a|b|c|d|e|f|.)?){9}" * 300: 4}), base)
+
+
 def test_refusals_open_nothing_for_good(base: Path, tmp_path: Path) -> None:
     """A refused file leaves no open descriptor behind."""
     before = len(os.listdir("/proc/self/fd"))
@@ -65,7 +79,7 @@ def test_a_cfg_11_dora(base: Path, tmp_path: Path) -> None:
     folder = peft_adapter(base, tmp_path / "a", use_dora=True)
     with pytest.raises(AdapterError, match="use_dora"):
         read(folder, base)
-    with pytest.raises(AdapterError, match="lora_magnitude_vector.*DoRA"):
+    with pytest.raises(AdapterError, match=r"lora_magnitude_vector.*DoRA"):
         read(edit_config(folder, use_dora=False), base)
 
 
@@ -89,7 +103,8 @@ def test_a_cfg_13_modules_to_save(base: Path, tmp_path: Path) -> None:
         read(edit_config(folder, modules_to_save=None), base)
 
 
-@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_a_cfg_14_tied_head(tmp_path: Path) -> None:
     """A-CFG-14: LoRA on lm_head is refused by name, tied or not."""
     base = tiny_base(tmp_path / "base", tokenizer=False, tie_word_embeddings=True)
@@ -138,11 +153,6 @@ def test_a_cfg_17_bin_alone_and_a_sec_03(base: Path, tmp_path: Path) -> None:
 
 def test_the_conversion_command_works(base: Path, tmp_path: Path) -> None:
     """A-CFG-17: the command in the hint turns a .bin folder into one that is served."""
-    import subprocess
-    import sys
-
-    from safetensors.torch import load_file
-
     folder = write_good(tmp_path / "a")
     torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
     (folder / WEIGHTS).unlink()
@@ -186,7 +196,7 @@ def test_a_cfg_21_other_base(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"\[8, 128\], the base needs \[8, 192\]; 4 of 8 tensor"):
         read(folder, wide)
     folder = peft_adapter(deep, tmp_path / "b", target_modules=mlp)
-    with pytest.raises(AdapterError, match="layer 2, the base has 2 layers.* 4 of 12 tensors"):
+    with pytest.raises(AdapterError, match=r"layer 2, the base has 2 layers.* 4 of 12 tensors"):
         read(folder, small)
     with pytest.raises(AdapterError, match="declared but has no tensors; 2 modules"):
         read(peft_adapter(small, tmp_path / "c", target_modules=mlp), deep)
@@ -204,7 +214,7 @@ def test_a_cfg_26_empty_tensors(base: Path, tmp_path: Path) -> None:
     """A-CFG-26: what ZeRO-3 leaves behind, as a 40-byte file too."""
     folder = write_good(tmp_path / "a")
     (folder / WEIGHTS).write_bytes((32).to_bytes(8, "little") + b"{}".ljust(32))
-    with pytest.raises(AdapterError, match="no tensors.*ZeRO-3"):
+    with pytest.raises(AdapterError, match=r"no tensors.*ZeRO-3"):
         read(folder, base)
     folder = write_good(tmp_path / "b")
     edit_tensors(folder, lambda tensors: {name: torch.zeros(0) for name in tensors})
@@ -239,7 +249,7 @@ def test_a_cfg_33_non_finite(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_cfg_28_overflow(base: Path, tmp_path: Path) -> None:
-    """A-CFG-28, F40: values that float16 cannot hold are an error with tensor, count and scaling."""
+    """A-CFG-28, F40: values that float16 cannot hold are refused with tensor, count and scaling."""
     folder = write_good(tmp_path / "a")
 
     def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -255,33 +265,26 @@ def test_a_cfg_28_overflow(base: Path, tmp_path: Path) -> None:
 
 
 def test_pissa_is_refused_because_it_would_be_wrong(base: Path, tmp_path: Path) -> None:
-    """SCALE: the factors PEFT saves for PiSSA are wrong on the original base; converted they work."""
-    from peft import LoraConfig, get_peft_model
-
+    """SCALE: PiSSA moves the base weight, so its saved factors are not the change they made."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa")
+    original = load_base(base).model.layers[0].self_attn.q_proj.weight
     model = get_peft_model(load_base(base), config)
-    initial = tmp_path / "initial"
-    model.peft_config["default"].init_lora_weights = True
-    model.save_pretrained(initial)
-    model.peft_config["default"].init_lora_weights = "pissa"
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.add_(0.3 * torch.randn(parameter.shape))
-    model.save_pretrained(tmp_path / "raw")
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    factors = layer.get_delta_weight("default").detach()
+    change = layer.base_layer.weight.detach() + factors - original.detach()
+    assert float((change - factors).abs().max()) > 0.1 * float(factors.abs().max())
+    model.save_pretrained(tmp_path / "a")
     with pytest.raises(AdapterError, match="init_lora_weights: found 'pissa'") as caught:
-        read(tmp_path / "raw", base)
+        read(tmp_path / "a", base)
     assert "path_initial_model_for_weight_conversion" in str(caught.value.hint)
-    model.save_pretrained(
-        tmp_path / "converted", path_initial_model_for_weight_conversion=str(initial)
-    )
-    assert_equals_peft(tmp_path / "converted", base)
 
 
 def test_config_names_code_that_is_never_run(base: Path, tmp_path: Path) -> None:
     """RELIABILITY 3.1: modules named in a config are data: nothing is imported."""
-    import sys
-
     folder = write_good(tmp_path / "a")
     (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')")
     mapping = {"parent_library": "evil_module", "base_model_class": "X"}
@@ -295,8 +298,6 @@ def test_config_names_code_that_is_never_run(base: Path, tmp_path: Path) -> None
 
 def test_all_zero_b_is_noted(base: Path, tmp_path: Path) -> None:
     """NOOP: an untrained adapter (B = 0) is served as PEFT serves it, and says so."""
-    from multilora_cli.adapters.image import build_image
-
     folder = write_good(tmp_path / "a")
     edit_tensors(folder, lambda ts: {n: t * 0 if "lora_B" in n else t for n, t in ts.items()})
     adapter, geometry = read(folder, base), read_geometry(base)
@@ -304,4 +305,3 @@ def test_all_zero_b_is_noted(base: Path, tmp_path: Path) -> None:
     out = torch.empty(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
     notes = build_image(adapter, plan, torch.float32, out)
     assert notes == ("every lora_B is zero: answers equal the base's",)
-    shutil.rmtree(folder)

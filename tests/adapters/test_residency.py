@@ -1,0 +1,295 @@
+"""The residency ladder: random walks with audits, and the rules one by one. No torch."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from multilora_cli.adapters.lease import Lease, State
+from multilora_cli.memory.page_pool import IntegrityError, PageUse
+from tests.engine.bookkeeping_kit import Books, FakeVersion
+
+VERSIONS = [FakeVersion(f"d{i}", pages) for i, pages in enumerate((1, 2, 3, 5, 8, 13, 25))]
+
+
+class _Walk:
+    """Sequences take, use and give up leases; operators load, evict and pin; loads fail."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.books = Books()
+        self.books.copier.instant = False
+        self.residency = self.books.residency
+        self.leases: list[Lease] = []
+        self.slots: dict[int, tuple[int, int]] = {}  # id of a lease -> slot, last launched step
+        self.kv: list[list[int]] = []
+        self.calls: set[int] = set()
+        self.next = 0
+
+    def step(self) -> None:
+        """One random operation, then the audit."""
+        self.books.now += self.random.random() * 0.3
+        weights = {"lease": 4, "acquire": 6, "suspend": 1, "release": 4, "load": 2, "evict": 1,
+                   "job": 4, "copy": 4, "poll": 6, "launch": 3, "kv": 3, "breakage": 1}  # fmt: skip
+        operation = self.random.choices(list(weights), list(weights.values()))[0]
+        getattr(self, "_" + operation)()
+
+    def _number(self) -> int:
+        self.next += 1
+        return self.next
+
+    def _lease(self) -> None:
+        if len(self.leases) < 12:
+            version = self.random.choice(VERSIONS)
+            self.leases.append(self.residency.lease(version, self._number()))
+
+    def _acquire(self) -> None:
+        waiting = [lease for lease in self.leases if not lease.running]
+        if waiting:
+            lease = self.random.choice(waiting)
+            ready = self.residency.is_ready(lease)
+            slot = self.residency.acquire(lease)
+            assert (slot is not None) == ready
+            if slot is not None:
+                self.slots[id(lease)] = (slot, self.books.clock.launched)
+
+    def _suspend(self) -> None:
+        running = [lease for lease in self.leases if lease.running]
+        if running:
+            lease = self.random.choice(running)
+            self.residency.suspend(lease)
+            del self.slots[id(lease)]
+
+    def _release(self) -> None:
+        if self.leases:
+            lease = self.leases.pop(self.random.randrange(len(self.leases)))
+            self.residency.release(lease)
+            self.slots.pop(id(lease), None)
+            with pytest.raises(IntegrityError):
+                self.residency.release(lease)
+
+    def _load(self) -> None:
+        call = self._number()
+        self.calls.add(call)
+        hot, pin = self.random.random() < 0.5, self.random.choice((None, None, None, "warm", "hot"))
+        version = self.random.choice(VERSIONS)
+        self.residency.load(
+            call, version, call, hot=hot, pin=pin, priority=self.random.randrange(2)
+        )
+
+    def _evict(self) -> None:
+        call = self._number()
+        self.calls.add(call)
+        cold, unpin = self.random.random() < 0.5, self.random.random() < 0.9
+        digest = self.random.choice(VERSIONS).digest
+        self.residency.evict(call, digest, cold=cold, unpin=unpin, purge=cold)
+
+    def _job(self) -> None:
+        self.books.loaders.run_one(self.random)
+
+    def _copy(self) -> None:
+        copies = [copy for copy in self.books.copier.copies if not copy.finished]
+        if copies:
+            self.random.choice(copies).finished = True
+        self.books.copier.copies = [copy for copy in copies if not copy.finished]
+
+    def _poll(self) -> None:
+        self.residency.poll()
+        for done in self.residency.take_done():
+            self.calls.remove(done.call_id)
+
+    def _launch(self) -> None:
+        """A step reads the adapters of every running lease, until it has ended."""
+        step = self.books.clock.launch()
+        self.books.clock.complete(step - self.random.randrange(2))
+
+    def _kv(self) -> None:
+        if self.kv and self.random.random() < 0.5:
+            self.books.pool.free(self.kv.pop())
+        else:
+            count = self.random.randrange(1, 9)
+            if self.books.evictor.make_room(
+                count, PageUse.KV, self.random.randrange(self.next + 1)
+            ):
+                self.kv.append(self.books.pool.allocate(count, PageUse.KV))
+
+    def _breakage(self) -> None:
+        digest = self.random.choice(VERSIONS).digest
+        broken = self.books.warm.broken
+        broken.symmetric_difference_update({digest} if self.random.random() < 0.3 else set(broken))
+
+    def check(self) -> None:
+        """The owners' audits, and that every running lease reads its own adapter."""
+        books = self.books
+        books.pool.check_integrity()
+        self.residency.check_integrity()
+        assert books.pool.count(PageUse.ADAPTER) <= books.evictor.adapter_limit
+        submitted = [args[0].digest for _, _, args in books.loaders.jobs]
+        assert len(set(submitted)) == len(submitted) <= 2, "two loads of one digest"
+        for lease in self.leases:
+            if lease.running:
+                slot = self.slots[id(lease)][0]
+                assert books.reads(slot, lease.digest), "a lease reads something else"
+
+    def finish(self) -> None:
+        """Everybody leaves; after the loads, copies and drains end nothing is owned."""
+        for lease in self.leases:
+            self.residency.release(lease)
+        self.leases.clear()
+        self.books.warm.broken.clear()
+        for version in VERSIONS:
+            self.calls.add(self._number())
+            self.residency.evict(self.next, version.digest, cold=True, unpin=True, purge=True)
+        for _ in range(200):
+            self.books.now += 1.0
+            self._job()
+            self._copy()
+            self._poll()
+            self.books.clock.complete(self.books.clock.launch())
+        assert not self.calls, "a call was never answered"
+        assert not self.residency.has_work and self.residency.standings() == []
+        assert self.books.warm.images == {} and not any(self.books.warm.holds.values())
+        for pages in self.kv:
+            self.books.pool.free(pages)
+        self.books.clock.complete(self.books.clock.launch())
+        assert self.books.pool.available(PageUse.ADAPTER) == self.books.pool.usable
+        self.check()
+
+
+def _walk(operations: int, per_walk: int = 5_000) -> None:
+    for seed in range(operations // per_walk):
+        walk = _Walk(seed)
+        for _ in range(per_walk):
+            walk.step()
+            walk.check()
+        walk.finish()
+
+
+def test_random_walk() -> None:
+    _walk(50_000)
+
+
+@pytest.mark.slow
+def test_random_walk_of_half_a_million() -> None:
+    _walk(500_000)
+
+
+def settle(books: Books) -> None:
+    """Let every load and copy that can end, end."""
+    for _ in range(50):
+        while books.loaders.jobs:
+            books.loaders.run_one(random.Random(0))
+        books.residency.poll()
+
+
+def state_of(books: Books, version: FakeVersion) -> State | None:
+    """Where a version is."""
+    states = {s.digest: s.state for s in books.residency.standings()}
+    return states.get(version.digest)
+
+
+def test_a_lease_brings_its_adapter_up_and_an_idle_one_stays_until_room_is_needed() -> None:
+    books = Books(num_slots=2)
+    first, second = VERSIONS[0], VERSIONS[1]
+    lease = books.residency.lease(first, 1)
+    assert books.residency.acquire(lease) is None
+    settle(books)
+    assert books.residency.acquire(lease) == 1
+    waiting = books.residency.lease(second, 2)
+    settle(books)
+    assert books.residency.acquire(waiting) is None, "a running adapter was evicted"
+    books.residency.release(lease)
+    assert state_of(books, first) is State.HOT
+    settle(books)
+    assert books.residency.acquire(waiting) == 1
+    assert state_of(books, first) is State.WARM
+
+
+def test_a_newcomer_never_takes_what_is_kept_for_an_older_sequence() -> None:
+    books = Books(num_slots=2)
+    old = books.residency.lease(VERSIONS[0], 1)
+    new = books.residency.lease(VERSIONS[1], 2)
+    settle(books)
+    assert books.residency.is_ready(old) and not books.residency.is_ready(new)
+    assert books.evictor.make_room(39, PageUse.KV, 1) is False, "the oldest may not evict itself"
+    assert books.evictor.make_room(39, PageUse.KV, 0) is True
+    assert not books.residency.is_ready(old)
+
+
+def test_kv_floor_is_never_taken_by_adapters() -> None:
+    books = Books(num_pages=41, kv_reserve=0.5)
+    leases = [books.residency.lease(version, i) for i, version in enumerate(VERSIONS[4:6])]
+    settle(books)
+    assert [books.residency.is_ready(lease) for lease in leases] == [True, False]
+    books.residency.acquire(leases[0])
+    settle(books)
+    assert books.pool.count(PageUse.ADAPTER) == 8
+    assert books.evictor.make_room(32, PageUse.KV, 9)
+
+
+def test_an_adapter_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    books = Books(num_pages=21, kv_reserve=0.0)
+    lease = books.residency.lease(VERSIONS[6], 1)
+    settle(books)
+    failure = books.residency.failure(lease)
+    assert failure is not None and "25 pages" in failure.reason and "20 at most" in failure.reason
+    assert books.warm.holds["d6"] == 0
+
+
+def test_slots_and_pages_wait_for_the_last_step_that_may_read_them() -> None:
+    books = Books(num_slots=2, num_pages=10, kv_reserve=0.0)
+    lease = books.residency.lease(VERSIONS[3], 1)
+    settle(books)
+    books.residency.acquire(lease)
+    step = books.clock.launch()
+    books.residency.release(lease)
+    waiting = books.residency.lease(VERSIONS[4], 2)
+    settle(books)
+    assert state_of(books, VERSIONS[3]) is State.WARM, "evicted while the step still runs"
+    assert not books.residency.is_ready(waiting), "pages were overwritten under a running step"
+    books.clock.complete(step)
+    settle(books)
+    assert books.residency.is_ready(waiting)
+
+
+def test_priority_is_evicted_later() -> None:
+    books = Books(num_slots=3)
+    books.residency.load(1, VERSIONS[0], 1, hot=True, priority=5)
+    books.residency.load(2, VERSIONS[1], 2, hot=True)
+    settle(books)
+    books.residency.lease(VERSIONS[2], 3)
+    settle(books)
+    assert state_of(books, VERSIONS[0]) is State.HOT
+    assert state_of(books, VERSIONS[1]) is State.WARM
+
+
+def test_failed_loads_back_off_and_do_not_hold_up_others() -> None:
+    books = Books()
+    books.warm.broken = {"d0"}
+    pauses = []
+    for _ in range(8):
+        lease = books.residency.lease(VERSIONS[0], 1)
+        other = books.residency.lease(VERSIONS[1], 2)
+        settle(books)
+        failure = books.residency.failure(lease)
+        assert failure is not None and failure.reason == "d0 is broken"
+        pauses.append(round(failure.retry_at - books.now, 3))
+        assert books.residency.is_ready(other)
+        books.residency.release(lease)
+        books.residency.release(other)
+        books.now = failure.retry_at
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    books.warm.broken.clear()
+    lease = books.residency.lease(VERSIONS[0], 9)
+    settle(books)
+    assert books.residency.failure(lease) is None and books.residency.is_ready(lease)
+
+
+def test_bookkeeping_needs_no_torch() -> None:
+    code = (
+        "import sys, multilora_cli.engine.scheduler, multilora_cli.engine.answers,"
+        " multilora_cli.engine.process, multilora_cli.adapters.residency;"
+        " sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
