@@ -19,9 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.awq_pack import BLOCK_K, PAD_N, AwqWeight, unpack
+from multilora_kernels.awq_pack import PAD_N, AwqWeight, unpack
 from multilora_kernels.launch import Chip, tuned_table
-from multilora_kernels.split_k import Tile, chip_for, choose_tile, sum_partials, workspace
+from multilora_kernels.split_k import (
+    BLOCK_K,
+    Tile,
+    chip_for,
+    choose_tile,
+    prefetch_l2,
+    sum_partials,
+    workspace,
+)
 
 OP = "awq_gemm"
 
@@ -77,7 +85,7 @@ def _weights(words, neg_zero, QUARTER: tl.constexpr, CT: tl.constexpr):
     return w
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
 def awq_gemm_kernel(
     x_ptr,
     words_ptr,
@@ -98,6 +106,8 @@ def awq_gemm_kernel(
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
     CT: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     split = tl.program_id(1)
@@ -114,6 +124,17 @@ def awq_gemm_kernel(
     word_ptrs = words_ptr + start * N_padded * 32 + n[:, None] * 32 + c[None, :]
     meta_ptrs = meta_ptr + start * (N_padded * GROUPS) + n
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + start * 128 + c[:, None]
+    if PDL:
+        if PREFETCH > 0:
+            ahead = tl.minimum(start + tl.arange(0, PREFETCH), last - 1)[:, None]
+            line = tl.arange(0, BLOCK_N // 2)[None, :]
+            tile_words = words_ptr + (ahead * N_padded + pid_n * BLOCK_N) * 32
+            prefetch_l2(tile_words + line * 64)
+            line = tl.arange(0, BLOCK_N // 32 * GROUPS)[None, :]
+            tile_meta = meta_ptr + ahead * GROUPS * N_padded + pid_n * BLOCK_N
+            per_group: tl.constexpr = BLOCK_N // 32
+            prefetch_l2(tile_meta + line // per_group * N_padded + line % per_group * 32)
+        tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
         words = tl.load(word_ptrs)
@@ -137,6 +158,10 @@ def awq_gemm_kernel(
         word_ptrs += N_padded * 32
         meta_ptrs += N_padded * GROUPS
         x_ptrs += 128
+    if PDL:
+        # Not earlier: programs of the next kernel would settle where this one left room and
+        # load the multiprocessors unevenly (10.3 us instead of 8.9 on 6144 x 4096).
+        tl.extra.cuda.gdc_launch_dependents()
     is_last = True
     if SPLIT_K > 1:
         tile = pid_m * tl.num_programs(0) + pid_n
@@ -163,8 +188,9 @@ def dequantise_kernel(
     SCALE: tl.constexpr,
 ):
     """Rows n_start.. of W into w [n_stop - n_start, K]: one block of 128 inputs a program."""
-    block = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Neighbouring programs walk along K: what they write is contiguous.
+    block = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     n = n_start + row
     c = tl.arange(0, 32)
     inside = (n < n_stop)[:, None]
@@ -195,7 +221,7 @@ _SLICE_BYTES = 64 << 20
 
 def _stage_bytes(tile: Tile) -> int:
     # Words, up to 4 groups of meta twice (for zero and for scale), and x.
-    return tile.block_n * (64 + 2 * 4 * 4) + tile.block_m * BLOCK_K * 2
+    return int(tile.block_n * (64 + 2 * 4 * 4) + tile.block_m * BLOCK_K * 2)
 
 
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
@@ -240,8 +266,11 @@ def run_fused(x: torch.Tensor, weight: AwqWeight, tile: Tile) -> torch.Tensor:
         STAGES=tile.num_stages,
         SCALE=_triton_dtype(weight.scale_dtype),
         CT=tl.float32 if interpreted else _triton_dtype(x.dtype),
+        PDL=tile.pdl,
+        PREFETCH=tile.prefetch,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        launch_pdl=tile.pdl,
     )
     return y
 
@@ -249,7 +278,7 @@ def run_fused(x: torch.Tensor, weight: AwqWeight, tile: Tile) -> torch.Tensor:
 def _dequantise_rows(weight: AwqWeight, w: torch.Tensor, start: int) -> None:
     rows, k = w.shape
     block_n = 32
-    grid = (triton.cdiv(rows, block_n), weight.words.shape[0])
+    grid = (weight.words.shape[0], triton.cdiv(rows, block_n))
     dequantise_kernel[grid](
         weight.words,
         weight.meta,

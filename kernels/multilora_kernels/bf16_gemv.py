@@ -17,10 +17,26 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.launch import Chip, tuned_table
-from multilora_kernels.split_k import chip_for
+from multilora_kernels.split_k import chip_for, prefetch_l2
 
 OP = "bf16_gemv"
 MAX_ROWS = 4
+
+
+@triton.jit
+def _load_x(x_ptr, k, K, EVEN_K: tl.constexpr):
+    x = tl.load(x_ptr + k) if EVEN_K else tl.load(x_ptr + k, mask=k < K, other=0.0)
+    return x.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _start_early(row_ptrs, K, PREFETCH: tl.constexpr):
+    if PREFETCH > 0:  # lines of 64 weights at the start of each row
+        line = tl.minimum(tl.arange(0, PREFETCH) * 64, K - 1)
+        prefetch_l2(row_ptrs[:, None] + line[None, :])
+    # At once: thousands of short programs balance themselves wherever they start.
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -37,11 +53,15 @@ def bf16_gemv_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)
     c = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + row[:, None] * stride_wn + c[None, :]
+    if PDL:
+        _start_early(w_ptr + row * stride_wn, K, PREFETCH)
     acc0 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     acc1 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     acc2 = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -50,26 +70,15 @@ def bf16_gemv_kernel(
         k = start + c
         if EVEN_K:
             w = tl.load(w_ptrs + start, eviction_policy="evict_first").to(tl.float32)
-            acc0 += w * tl.load(x_ptr + k).to(tl.float32)[None, :]
-            if M > 1:
-                acc1 += w * tl.load(x_ptr + stride_xm + k).to(tl.float32)[None, :]
-            if M > 2:
-                acc2 += w * tl.load(x_ptr + 2 * stride_xm + k).to(tl.float32)[None, :]
-            if M > 3:
-                acc3 += w * tl.load(x_ptr + 3 * stride_xm + k).to(tl.float32)[None, :]
         else:
-            inside = k < K
-            w = tl.load(w_ptrs + start, mask=inside[None, :], other=0.0).to(tl.float32)
-            acc0 += w * tl.load(x_ptr + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if M > 1:
-                x = tl.load(x_ptr + stride_xm + k, mask=inside, other=0.0)
-                acc1 += w * x.to(tl.float32)[None, :]
-            if M > 2:
-                x = tl.load(x_ptr + 2 * stride_xm + k, mask=inside, other=0.0)
-                acc2 += w * x.to(tl.float32)[None, :]
-            if M > 3:
-                x = tl.load(x_ptr + 3 * stride_xm + k, mask=inside, other=0.0)
-                acc3 += w * x.to(tl.float32)[None, :]
+            w = tl.load(w_ptrs + start, mask=(k < K)[None, :], other=0.0).to(tl.float32)
+        acc0 += w * _load_x(x_ptr, k, K, EVEN_K)
+        if M > 1:
+            acc1 += w * _load_x(x_ptr + stride_xm, k, K, EVEN_K)
+        if M > 2:
+            acc2 += w * _load_x(x_ptr + 2 * stride_xm, k, K, EVEN_K)
+        if M > 3:
+            acc3 += w * _load_x(x_ptr + 3 * stride_xm, k, K, EVEN_K)
     out = y_ptr + n
     dtype = y_ptr.dtype.element_ty
     tl.store(out, tl.sum(acc0, axis=1).to(dtype), mask=n < N)
@@ -89,6 +98,9 @@ class GemvLaunch:
     block_k: int = 1024
     unroll: int = 2
     num_warps: int = 4
+    # As in split_k.Tile; `prefetch` counts lines of 128 bytes in each row.
+    pdl: bool = False
+    prefetch: int = 16
 
 
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
@@ -103,6 +115,8 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
         block_k=int(best.get("block_k", min(1024, triton.next_power_of_2(k)))),
         unroll=int(best.get("unroll", 2)),
         num_warps=int(best.get("num_warps", 4)),
+        pdl=chip.has_pdl,
+        prefetch=int(best.get("prefetch", 16)),
     )
 
 
@@ -124,7 +138,10 @@ def run_gemv(x: torch.Tensor, w: torch.Tensor, launch: GemvLaunch) -> torch.Tens
         BLOCK_K=launch.block_k,
         EVEN_K=k % launch.block_k == 0,
         UNROLL=launch.unroll,
+        PDL=launch.pdl,
+        PREFETCH=launch.prefetch,
         num_warps=launch.num_warps,
+        launch_pdl=launch.pdl,
     )
     return y
 

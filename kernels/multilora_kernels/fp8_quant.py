@@ -33,8 +33,8 @@ def _round_to_e4m3(v):
 
 @triton.jit
 def _store_quantised(
-    v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
+    v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if STATIC:
         v = v / tl.load(static_ptr)

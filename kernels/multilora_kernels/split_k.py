@@ -27,6 +27,23 @@ class Tile:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    # Programmatic dependent launch: the program starts while the kernel before it still runs and
+    # asks for its first `prefetch` blocks of weights, which no kernel writes, before it waits.
+    pdl: bool = False
+    prefetch: int = 8
+
+
+@triton.jit
+def prefetch_l2(pointers):
+    """Ask for the lines at `pointers` to be brought into the L2; returns at once."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -82,25 +99,28 @@ def choose_split(num_tiles: int, num_blocks: int, num_sms: int) -> int:
     return best
 
 
-def bucket_of(m: int) -> int:
-    """The rows a tile is made for: the next power of two, 16 to 128.
-
-    Not 8: there Triton takes another matrix instruction on Hopper than from 16 rows on, and for
-    FP8 one that sums differently.
-    """
-    return min(128, max(16, triton.next_power_of_2(m)))
+def bucket_of(m: int, smallest: int = 8) -> int:
+    """The rows a tile is made for: the next power of two, `smallest` to 128."""
+    return min(128, max(smallest, 1 << (m - 1).bit_length()))
 
 
 def choose_tile(
-    op: str, m: int, n: int, k: int, chip: Chip, stage_bytes: Callable[[Tile], int]
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    chip: Chip,
+    stage_bytes: Callable[[Tile], int],
+    smallest: int = 8,
 ) -> Tile:
     """The tile for x [m, k] times weights [n, k]: tuned where it was measured, and always within
-    the chip's shared memory (`stage_bytes`: one stage of the pipeline). The split ignores m.
+    the chip's shared memory (`stage_bytes`: one stage of the pipeline). The split ignores m;
+    tiles hold at least `smallest` rows.
     """
     tuned = tuned_table(chip, op)
     num_blocks = -(-k // BLOCK_K)
     split = int(tuned.get(f"n{n}-k{k}", {}).get("split_k", 0))
-    block_m = bucket_of(m)
+    block_m = bucket_of(m, smallest)
     best = tuned.get(f"n{n}-k{k}-m{block_m}", {})
     tile = Tile(
         block_n=int(best.get("block_n", 64)),
@@ -108,6 +128,8 @@ def choose_tile(
         split_k=split or choose_split(-(-n // 64), num_blocks, chip.num_sms),
         num_warps=int(best.get("num_warps", 4)),
         num_stages=int(best.get("num_stages", 4)),
+        pdl=chip.has_pdl,
+        prefetch=int(best.get("prefetch", 8)),
     )
     while stage_bytes(tile) * tile.num_stages + 2048 > chip.shared_bytes and tile.num_stages > 2:
         tile = replace(tile, num_stages=tile.num_stages - 1)

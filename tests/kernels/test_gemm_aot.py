@@ -1,0 +1,160 @@
+"""Base multiplies compiled ahead of time for four chips, within each chip's shared memory."""
+
+from typing import Any
+
+import pytest
+import triton.language as tl
+from aot import ARCHITECTURES, assert_fits
+
+from multilora_kernels import awq_gemm, bf16_gemv, fp8_gemm, fp8_quant, fp8_weight_only
+from multilora_kernels.launch import Chip
+from multilora_kernels.split_k import Tile
+
+CHIPS = {
+    80: Chip("NVIDIA A100", 80, 108),
+    89: Chip("NVIDIA GeForce RTX 4090", 89, 128),
+    90: Chip("NVIDIA H200", 90, 132),
+    120: Chip("NVIDIA GeForce RTX 5090", 120, 170),
+}
+FP8_ARCHITECTURES = tuple(sm for sm in ARCHITECTURES if CHIPS[sm].has_fp8)
+N, K = 6144, 4096
+INTEGERS = {"M": "i32", "N": "i32", "K": "i32"}
+
+
+def split_constexprs(tile: Tile) -> dict[str, Any]:
+    return {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_M": tile.block_m,
+        "SPLIT_K": tile.split_k,
+        "STAGES": tile.num_stages,
+        "PDL": tile.pdl,
+        "PREFETCH": tile.prefetch,
+    }
+
+
+def check(
+    kernel: Any, signature: dict[str, str], values: dict[str, Any], sm: int, tile: Tile
+) -> None:
+    constexprs = {**split_constexprs(tile), **values}
+    assert_fits(kernel, signature, constexprs, sm, tile.num_warps, tile.num_stages)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize(("m", "groups", "even"), [(1, 1, True), (32, 4, False), (128, 2, True)])
+def test_awq_gemm(sm: int, m: int, groups: int, even: bool) -> None:
+    tile = awq_gemm.choose_launch(m, N, K, CHIPS[sm]).tile
+    assert tile is not None and tile.pdl == (sm >= 90)
+    x, ct = ("*fp16", tl.float16) if m == 32 else ("*bf16", tl.bfloat16)
+    signature = {
+        "x_ptr": x,
+        "words_ptr": "*i16",
+        "meta_ptr": "*i32",
+        "y_ptr": x,
+        "partial_ptr": "*fp32",
+        "counter_ptr": "*i32",
+        "N_padded": "i32",
+        "stride_xm": "i32",
+        **INTEGERS,
+    }
+    values = {"GROUPS": groups, "EVEN_K": even, "SCALE": tl.float16, "CT": ct}
+    check(awq_gemm.awq_gemm_kernel, signature, values, sm, tile)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_dequantise(sm: int) -> None:
+    signature = {
+        "words_ptr": "*i16",
+        "meta_ptr": "*i32",
+        "w_ptr": "*bf16",
+        "n_start": "i32",
+        "n_stop": "i32",
+        "K": "i32",
+        "N_padded": "i32",
+    }
+    values = {"BLOCK_N": 128, "GROUPS": 2, "SCALE": tl.bfloat16}
+    assert_fits(awq_gemm.dequantise_kernel, signature, values, sm)
+
+
+@pytest.mark.parametrize("sm", FP8_ARCHITECTURES)
+@pytest.mark.parametrize(("m", "blockwise"), [(1, False), (64, True), (4096, True)])
+def test_fp8_gemm(sm: int, m: int, blockwise: bool) -> None:
+    tile = fp8_gemm.choose_launch(m, N, K, CHIPS[sm], blockwise)
+    assert tile is not None
+    signature = {
+        "x_ptr": "*fp8e4nv",
+        "sx_ptr": "*fp32",
+        "w_ptr": "*fp8e4nv",
+        "sw_ptr": "*fp32",
+        "y_ptr": "*bf16",
+        "partial_ptr": "*fp32",
+        "counter_ptr": "*i32",
+        "stride_sx": "i32",
+        **INTEGERS,
+    }
+    values = {"BLOCKWISE": blockwise, "EVEN_K": True, "CT": tl.float8e4nv}
+    check(fp8_gemm.fp8_gemm_kernel, signature, values, sm, tile)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize(("m", "blockwise"), [(1, True), (64, False)])
+def test_fp8_weight_only(sm: int, m: int, blockwise: bool) -> None:
+    tile, _ = fp8_weight_only.choose_launch(m, N, K, CHIPS[sm])
+    assert tile is not None
+    x, ct = ("*fp16", tl.float16) if m == 1 else ("*bf16", tl.bfloat16)
+    signature = {
+        "x_ptr": x,
+        "words_ptr": "*i16",
+        "sw_ptr": "*fp32",
+        "y_ptr": x,
+        "partial_ptr": "*fp32",
+        "counter_ptr": "*i32",
+        "stride_xm": "i32",
+        **INTEGERS,
+    }
+    values = {"BLOCKWISE": blockwise, "EVEN_K": False, "CT": ct}
+    check(fp8_weight_only.fp8_weight_only_kernel, signature, values, sm, tile)
+    names = {"words_ptr": "*i16", "sw_ptr": "*fp32", "w_ptr": "*bf16", "N": "i32", "K": "i32"}
+    rows = {"n_start": "i32", "n_stop": "i32"}
+    widen = {"BLOCK_N": 16, "BLOCKWISE": blockwise}
+    assert_fits(fp8_weight_only.widen_kernel, {**names, **rows}, widen, sm)
+
+
+@pytest.mark.parametrize("sm", FP8_ARCHITECTURES)
+@pytest.mark.parametrize("k", [4096, 14336])
+def test_fp8_quant(sm: int, k: int) -> None:
+    block, warps = fp8_quant.launch_choice(k)
+    pointers = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "static_ptr": "*fp32", "x_ptr": "*bf16"}
+    common = {**pointers, "K": "i32", "stride_xm": "i32", "upper_bound": "fp32"}
+    values: dict[str, Any] = {"BLOCK": block, "GROUP": 128, "STATIC": False, "INTERPRETED": False}
+    assert_fits(fp8_quant.quantise_kernel, common, values, sm, warps)
+    silu = {**values, "GROUP": 0, "DT": tl.bfloat16}
+    assert_fits(fp8_quant.silu_mul_quantise_kernel, common, silu, sm, warps)
+    norm = {**common, "residual_ptr": "*bf16", "weight_ptr": "*bf16", "eps": "fp32"}
+    values = {**silu, "HAS_RESIDUAL": True}
+    assert_fits(fp8_quant.rms_norm_quantise_kernel, norm, values, sm, warps)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+@pytest.mark.parametrize(("m", "even"), [(1, True), (4, False)])
+def test_bf16_gemv(sm: int, m: int, even: bool) -> None:
+    launch = bf16_gemv.choose_launch(m, N, K, CHIPS[sm])
+    assert launch is not None
+    signature = {
+        "x_ptr": "*bf16",
+        "w_ptr": "*bf16",
+        "y_ptr": "*bf16",
+        "N": "i32",
+        "K": "i32",
+        "stride_xm": "i32",
+        "stride_wn": "i32",
+    }
+    values = {
+        "M": m,
+        "BLOCK_N": launch.block_n,
+        "BLOCK_K": launch.block_k,
+        "EVEN_K": even,
+        "UNROLL": launch.unroll,
+        "PDL": launch.pdl,
+        "PREFETCH": launch.prefetch,
+    }
+    assert_fits(bf16_gemv.bf16_gemv_kernel, signature, values, sm, launch.num_warps)
