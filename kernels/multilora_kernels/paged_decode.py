@@ -8,9 +8,10 @@ Splits that are not alone leave a normalised fp32 output and its log-sum-exp; th
 arrives last adds them up in the order of the splits.
 
 Where the splits lie depends on the sequence's own length only, so a row's bits do not depend on
-the batch. How many programs share a row (`lanes`) depends on the batch, and changes only who
-computes a split. The grid depends on shapes and capacities alone: a captured graph replays for
-any lengths up to `max_seq_len`.
+the batch. How many consecutive splits a program takes depends on all lengths, read on the device,
+so that the launch makes about one wave of programs; that changes only who computes a split. The
+grid depends on shapes and capacities alone: a captured graph replays for any lengths up to
+`max_seq_len`.
 """
 
 from functools import lru_cache
@@ -35,16 +36,18 @@ MAX_PROGRAMS = 8192
 
 
 @triton.jit
-def _attend_split(
+def _attend_tile(
     q,
+    acc,
+    total,
+    top,
     head_ptr,
     table_ptr,
-    begin,
+    start,
     end,
     low,
     page_elements,
     scale_log2,
-    BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VALUES: tl.constexpr,
@@ -53,34 +56,73 @@ def _attend_split(
     WINDOWED: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Normalised output [BLOCK_G, BLOCK_D] of keys [begin, end) and its log2-sum-exp."""
+    """One tile of keys [start, start + BLOCK_N) into the running softmax."""
     d = tl.arange(0, BLOCK_D)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        seen = n < end
-        page = tl.load(table_ptr + n // TOKENS, mask=seen, other=0).to(tl.int64)
+    n = start + tl.arange(0, BLOCK_N)
+    seen = n < end
+    page = tl.load(table_ptr + n // TOKENS, mask=seen, other=0).to(tl.int64)
+    if WINDOWED:
+        seen &= n >= low
+    at = (page * page_elements + (n % TOKENS) * HEAD_DIM)[:, None] + d[None, :]
+    # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
+    mask = seen[:, None] & (d < HEAD_DIM)[None, :]
+    k = tl.load(head_ptr + at, mask=mask, other=0.0)
+    v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
+    score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
+    score = tl.where(seen[None, :], score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))
+    p = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc * shrink[:, None], input_precision="ieee")
+    return acc, total, new_top
+
+
+@triton.jit
+def _tokens_of_batch(seq_lens_ptr, window, rows, WINDOWED: tl.constexpr):
+    """Tokens that all rows together attend to."""
+    row = tl.arange(0, 256)
+    # The first 256 rows outside the loop: their load then does not wait for anything.
+    lens = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
+    if WINDOWED:
+        lens = tl.minimum(lens, window)
+    tokens = tl.sum(lens.to(tl.int64), 0)
+    # Summed to a scalar per turn: a loop that carries a tile keeps the compiler from pipelining
+    # the main loop (Triton 3.7).
+    for start in range(256, rows, 256):
+        lens = tl.load(seq_lens_ptr + start + row, mask=start + row < rows, other=0)
         if WINDOWED:
-            seen &= n >= low
-        at = (page * page_elements + (n % TOKENS) * HEAD_DIM)[:, None] + d[None, :]
-        # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
-        mask = seen[:, None] & (d < HEAD_DIM)[None, :]
-        k = tl.load(head_ptr + at, mask=mask, other=0.0)
-        score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
-        score = tl.where(seen[None, :], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp2(score - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc, input_precision="ieee")
-        top = new_top
-    # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
-    total = tl.where(total > 0, total, 1.0)
-    return acc / total[:, None], top + tl.log2(total)
+            lens = tl.minimum(lens, window)
+        tokens += tl.sum(lens.to(tl.int64), 0)
+    return tokens
+
+
+@triton.jit
+def _store_split(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    acc,
+    total,
+    top,
+    split,
+    num_splits,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Leave a split's normalised output and log2-sum-exp; a split that is alone is the result."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    at = g[:, None] * HEAD_DIM + d[None, :]
+    part = acc / total[:, None]
+    if num_splits == 1:
+        tl.store(out_ptr + at, part.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + at, part, mask=mask)
+        tl.store(lse_ptr + split * GROUP + g, top + tl.log2(total), mask=g < GROUP)
 
 
 @triton.jit
@@ -133,7 +175,7 @@ def _combine(
             )
 
 
-@triton.jit(do_not_specialize=["lanes", "window"])
+@triton.jit(do_not_specialize=["window", "rows", "slots", "min_split"])
 def decode_kernel(
     q_ptr,
     pages_ptr,
@@ -149,7 +191,9 @@ def decode_kernel(
     layer_start,
     scale_log2,
     window,
-    lanes,
+    rows,
+    slots,
+    min_split,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -157,7 +201,6 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -170,55 +213,60 @@ def decode_kernel(
     if WINDOWED:
         low = tl.maximum(length - window, 0)
     first = low // TOKENS * TOKENS
-    # The cut is a function of this row's length alone: MIN_SPLIT tokens, or 1/MAX_SPLITS of it.
+    # The cut is a function of this row's length alone: min_split tokens, or 1/MAX_SPLITS of it.
     share = tl.cdiv(tl.cdiv(length - first, MAX_SPLITS), BLOCK_N) * BLOCK_N
-    split_tokens = tl.maximum(share, MIN_SPLIT)
+    split_tokens = tl.maximum(share, min_split)
     num_splits = tl.maximum(tl.cdiv(length - first, split_tokens), 1)
-    if lane >= num_splits:
+    # Consecutive splits to a program, so that the whole batch makes about `slots` programs.
+    tokens = _tokens_of_batch(seq_lens_ptr, window, rows, WINDOWED)
+    wanted = tl.cdiv(tokens * NUM_KV_HEADS, slots * split_tokens.to(tl.int64)).to(tl.int32)
+    per_lane = tl.maximum(wanted, tl.cdiv(num_splits, tl.num_programs(2)))
+    first_split = lane * per_lane
+    if first_split >= num_splits:
         return
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     in_head = g[:, None] * HEAD_DIM + d[None, :]
-    head_start = head * (GROUP * HEAD_DIM)
-    q = tl.load(q_ptr + row * stride_qt + head_start + in_head, mask=q_mask, other=0.0)
-    q = q.to(COMPUTE)
     row_head = row * NUM_KV_HEADS + head
     out_ptr += row_head * (GROUP * HEAD_DIM)
     partial_ptr += row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
     lse_ptr += row_head * (MAX_SPLITS * GROUP)
-    for split in tl.range(lane, num_splits, lanes, num_stages=1):
-        begin = first + split * split_tokens
-        part, lse = _attend_split(
-            q,
-            pages_ptr + layer_start + head * (TOKENS * HEAD_DIM),
-            page_table_ptr + row * stride_table,
-            begin,
-            tl.minimum(begin + split_tokens, length),
-            low,
-            page_elements,
-            scale_log2,
-            BLOCK_G,
-            HEAD_DIM,
-            BLOCK_D,
-            NUM_KV_HEADS * TOKENS * HEAD_DIM,
-            TOKENS,
-            BLOCK_N,
-            WINDOWED,
-            COMPUTE,
-        )
-        if num_splits == 1:
-            tl.store(out_ptr + in_head, part.to(out_ptr.dtype.element_ty), mask=q_mask)
-        else:
-            tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + in_head, part, mask=q_mask)
-            tl.store(lse_ptr + split * GROUP + g, lse, mask=g < GROUP)
+    q = tl.load(
+        q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head, mask=q_mask, other=0.0
+    ).to(COMPUTE)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if length == 0:  # a padding row of a captured graph
+        tl.store(out_ptr + in_head, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
+    begin = first + first_split * split_tokens
+    end = tl.minimum(begin + per_lane * split_tokens, length)
+    # One loop over the tiles of all its splits: loads run ahead across the end of a split.
+    for start in range(begin, end, BLOCK_N):
+        acc, total, top = _attend_tile(
+            q, acc, total, top, pages_ptr + layer_start + head * (TOKENS * HEAD_DIM),
+            page_table_ptr + row * stride_table, start, end, low, page_elements, scale_log2,
+            HEAD_DIM, BLOCK_D, NUM_KV_HEADS * TOKENS * HEAD_DIM, TOKENS, BLOCK_N, WINDOWED, COMPUTE,
+        )  # fmt: skip
+        after = start + BLOCK_N - first
+        if (after % split_tokens == 0) | (start + BLOCK_N >= end):
+            _store_split(
+                out_ptr, partial_ptr, lse_ptr, acc, total, top, (after - 1) // split_tokens,
+                num_splits, GROUP, BLOCK_G, HEAD_DIM, BLOCK_D,
+            )  # fmt: skip
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+            total = tl.zeros([BLOCK_G], tl.float32)
+            top = tl.full([BLOCK_G], float("-inf"), tl.float32)
 
     if num_splits > 1:
         tl.debug_barrier()  # every thread's stores before the one thread's release
-        mine = tl.cdiv(num_splits - lane, lanes)
-        before = tl.atomic_add(arrived_ptr + row_head, mine, sem="acq_rel")
-        if before + mine == num_splits:
+        mine = tl.minimum(per_lane, num_splits - first_split)
+        arrived = mine
+        if mine < num_splits:
+            arrived += tl.atomic_add(arrived_ptr + row_head, mine, sem="acq_rel")
+        if arrived == num_splits:
             tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
             _combine(
                 out_ptr, partial_ptr, lse_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
@@ -241,8 +289,9 @@ def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[
     block_n = max(16, min(64, 1 << (fits.bit_length() - 1)))
     return {
         "BLOCK_N": block_n,
-        "MIN_SPLIT": 256,
+        "min_split": 128,
         "MAX_SPLITS": 32,
+        "slots": 4 * chip.num_sms,
         "num_warps": 4,
         "num_stages": 2 if block_n * token_bytes * 3 > chip.shared_bytes // 2 else 3,
     }
@@ -284,11 +333,13 @@ def paged_decode(
     if choice is None:
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
         choice = decode_choice(chip, head_dim, group, itemsize)
+    choice = dict(choice)
+    slots, min_split = choice.pop("slots"), choice.pop("min_split")
     max_splits = choice["MAX_SPLITS"]
     capacity = min(batch.max_seq_len, batch.page_table.shape[1] * TOKENS_PER_PAGE)
     if sliding_window is not None:
         capacity = min(capacity, sliding_window + TOKENS_PER_PAGE)
-    lanes = min(max_splits, lanes_for(rows, num_kv_heads, capacity, choice["MIN_SPLIT"]))
+    lanes = min(max_splits, lanes_for(rows, num_kv_heads, capacity, min_split))
     layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
     shape = (rows, num_kv_heads, max_splits, group)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
@@ -308,7 +359,9 @@ def paged_decode(
         layer * layer_elements,
         scale * 1.4426950408889634,
         sliding_window or 0,
-        lanes,
+        rows,
+        slots,
+        min_split,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         BLOCK_G=max(16, triton.next_power_of_2(group)),

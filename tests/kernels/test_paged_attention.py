@@ -16,7 +16,14 @@ from tests.kernels.attention_cases import (
 )
 
 # A small cut, so that short contexts have several splits, capped ones too.
-CHOICE = {"BLOCK_N": 16, "MIN_SPLIT": 32, "MAX_SPLITS": 4, "num_warps": 4, "num_stages": 2}
+CHOICE = {
+    "BLOCK_N": 16,
+    "min_split": 32,
+    "MAX_SPLITS": 4,
+    "slots": 16,
+    "num_warps": 4,
+    "num_stages": 2,
+}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -26,10 +33,10 @@ def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
     )
 
 
-def run_decode(case: AttentionCase, window: int | None = None) -> torch.Tensor:
+def run_decode(case: AttentionCase, window: int | None = None, slots: int = 16) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan"))
     arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
-    paged_decode(*arguments, window, out, CHOICE)
+    paged_decode(*arguments, window, out, {**CHOICE, "slots": slots})
     return out
 
 
@@ -57,12 +64,14 @@ def test_decode_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -
 
 @pytest.mark.interpreter
 def test_decode_rows_alone_and_lanes_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row alone, and one program per row instead of several: the same bits."""
+    """A row alone, and any division of a row's splits over programs: the same bits."""
     case = attention_case([(1, n) for n in (33, 0, 150, 64)])
     together = run_decode(case)
     assert torch.equal(together[1], torch.zeros_like(together[1]))
     for index in range(4):
         assert torch.equal(run_decode(case.row(index))[0], together[index]), index
+    for slots in (1, 5, 1000):
+        assert torch.equal(run_decode(case, slots=slots), together), slots
     monkeypatch.setattr("multilora_kernels.paged_decode.MAX_PROGRAMS", 1)
     assert torch.equal(run_decode(case), together)
     assert torch.equal(run_decode(case), together)  # the counters were left at zero
@@ -125,4 +134,4 @@ def test_decode_choice_is_a_function_of_shapes() -> None:
         for head_dim in range(16, 257, 16):
             for itemsize in (2, 4):
                 choice = decode_choice(chip, head_dim, 4, itemsize)
-                assert choice["BLOCK_N"] >= 16 and choice["MIN_SPLIT"] % choice["BLOCK_N"] == 0
+                assert choice["BLOCK_N"] >= 16 and choice["min_split"] % choice["BLOCK_N"] == 0

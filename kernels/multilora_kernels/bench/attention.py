@@ -32,33 +32,44 @@ DECODE += [(256, 4096)]
 # (sequences, query tokens each, context each)
 PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (4, 512, 4096)]
 
+# (BLOCK_N, num_warps, num_stages, slots). Page ids and then keys are loaded ahead, so three
+# stages hold one tile of keys and values in flight, five hold two.
 DECODE_CHOICES = [
     {
         "BLOCK_N": block_n,
-        "MIN_SPLIT": min_split,
-        "MAX_SPLITS": max_splits,
+        "min_split": min_split,
+        "MAX_SPLITS": 32,
+        "slots": slots,
         "num_warps": num_warps,
         "num_stages": num_stages,
     }
-    for (block_n, num_warps, num_stages), min_split, max_splits in product(
-        [(32, 2, 4), (32, 4, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 8, 3)],
-        [128, 256, 512],
-        [32],
+    for (block_n, num_warps, num_stages, slots), min_split in product(
+        [
+            (64, 4, 3, 528),
+            (64, 4, 3, 1056),
+            (64, 4, 5, 264),
+            (64, 4, 5, 528),
+            (128, 4, 3, 264),
+            (128, 4, 3, 528),
+            (128, 8, 3, 264),
+            (32, 4, 5, 528),
+            (32, 2, 3, 792),
+            (32, 2, 5, 660),
+        ],
+        [128, 256],
     )
 ]
 PREFILL_CHOICES = [
     dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), choice, strict=True))
     for choice in [
-        (128, 64, 8, 2),
-        (128, 64, 8, 3),
-        (128, 64, 8, 4),
-        (128, 128, 8, 2),
-        (128, 128, 8, 3),
-        (128, 32, 8, 4),
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (64, 128, 4, 3),
         (128, 64, 4, 3),
+        (128, 64, 4, 2),
+        (128, 32, 4, 3),
+        (128, 32, 4, 5),
+        (128, 128, 8, 3),
+        (64, 64, 4, 3),
+        (64, 32, 4, 3),
+        (64, 32, 4, 5),
     ]
 ]
 
