@@ -1,0 +1,159 @@
+"""Write the LoRA tables of kernels/README.md from recorded benchmark lines.
+
+    python tools/lora_table.py docs/benchmarks/lora-h200.jsonl
+
+Peers' figures, measured on the same kind of card with the same method, are data too:
+docs/benchmarks/lora-peers-h200.jsonl. The table replaces what lies between the two markers.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "kernels" / "README.md"
+PEERS = ROOT / "docs" / "benchmarks" / "lora-peers-h200.jsonl"
+BEGIN, END = "<!-- lora table: begin -->", "<!-- lora table: end -->"
+NAMES = {
+    "vllm": "vLLM",
+    "vllm_tuned": "vLLM tuned",
+    "sgl_csgmv": "csgmv",
+    "sgl_triton": "SGLang triton",
+    "sgl_v2": "triton_v2",
+    "bgmv": "BGMV",
+    "grouped_mm": "grouped_mm",
+}
+
+Record = dict[str, Any]
+Key = tuple[str, int, str, str]
+
+
+def read(path: Path) -> list[Record]:
+    """The JSON lines of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def ours(records: Iterable[Record], chip: str, variant: str = "ours") -> dict[Key, Record]:
+    """The last record of every cell under one chip's launch choices."""
+    return {
+        (r["shape"]["group"], r["shape"]["T"], r["shape"]["popularity"], r["shape"]["rank"]): r
+        for r in records
+        if r["op"] == "lora" and r["variant"] == variant and r["launch_choices_for"] == chip
+    }
+
+
+def best_peer(peer: Record) -> tuple[str, float]:
+    """Name and microseconds of the fastest peer of a cell; our own prototype is not one."""
+    times = {name: us for name, us in peer["us"].items() if name in NAMES and us}
+    name = min(times, key=lambda n: times[n])
+    return name, times[name]
+
+
+def cell_rows(peers: list[Record], found: dict[Key, Record], other: dict[Key, Record]) -> list[str]:
+    """One line per cell: ours, the best peer, the stream floor, the stand-in's choices."""
+    lines = [
+        "| group | T | rows | rank | ours us | best peer us | best peer / ours | stream / ours |"
+        " RTX 4090 choices us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for peer in peers:
+        key = (peer["group"], peer["T"], peer["popularity"], peer["rank"])
+        if key not in found:
+            continue
+        us = found[key]["us"]
+        name, peer_us = best_peer(peer)
+        floor = peer.get("stream_us")
+        share = "" if floor is None else f"{floor / us:.2f}"
+        stand_in = f"{other[key]['us']:.1f}" if key in other else ""
+        lines.append(
+            f"| {key[0]} | {key[1]} | {key[2]} | {key[3]} | {us:.1f} | {peer_us:.1f}"
+            f" ({NAMES[name]}) | {peer_us / us:.2f} | {share} | {stand_in} |"
+        )
+    return lines
+
+
+def summary(peers: list[Record], found: dict[Key, Record]) -> list[str]:
+    """Geometric means over the parts of the grid."""
+    parts: list[tuple[str, Callable[[Record], bool]]] = [
+        ("rank 16, distinct", lambda p: p["popularity"] == "distinct" and p["rank"] == "16"),
+        (
+            "rank 16, uniform, skewed, identical",
+            lambda p: p["popularity"] in ("uniform", "skewed", "identical"),
+        ),
+        *(
+            (f"rank {rank}, distinct", lambda p, rank=rank: p["rank"] == rank)
+            for rank in ("8", "32", "64", "128", "mix")
+        ),
+        ("prefill", lambda p: p["popularity"].endswith("adapters")),
+    ]
+    lines = [
+        "| part of the grid | cells | best peer / ours | worst cell | "
+        + " | ".join(NAMES.values())
+        + " |",
+        "|---" * (4 + len(NAMES)) + "|",
+    ]
+    for title, belongs in parts:
+        pairs = [
+            (peer, found[key]["us"])
+            for peer in peers
+            if belongs(peer)
+            and (key := (peer["group"], peer["T"], peer["popularity"], peer["rank"])) in found
+        ]
+        if not pairs:
+            continue
+        ratios = [best_peer(peer)[1] / us for peer, us in pairs]
+        single = []
+        for name in NAMES:
+            against = [peer["us"][name] / us for peer, us in pairs if peer["us"].get(name)]
+            single.append(f"{geometric_mean(against):.2f}" if against else "-")
+        lines.append(
+            f"| {title} | {len(pairs)} | {geometric_mean(ratios):.2f} | {min(ratios):.2f} | "
+            + " | ".join(single)
+            + " |"
+        )
+    return lines
+
+
+def steps(records: list[Record]) -> list[str]:
+    """Whole decode steps: all layers, every row its own adapter."""
+    lines = ["| step | T | ms | share of the byte bound |", "|---|---|---|---|"]
+    found = {
+        (r["shape"]["groups"], r["shape"]["T"]): r
+        for r in records
+        if r["op"] == "lora_step" and r["launch_choices_for"] == "NVIDIA H200"
+    }
+    for (groups, rows), record in sorted(found.items()):
+        title = "32 layers, " + groups.replace("+", ", ")
+        lines.append(
+            f"| {title} | {rows} | {record['us'] / 1e3:.2f} | {record['share_of_bound']:.2f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    """Rewrite the table from the file named on the command line."""
+    records = read(Path(sys.argv[1]))
+    peers = read(PEERS)
+    found = ours(records, "NVIDIA H200")
+    stand_in = ours(records, "NVIDIA GeForce RTX 4090")
+    first = next(iter(found.values()))
+    source = (
+        f"Measured on {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, commit"
+        f" {first['commit']}: `{first['command']}`. Peers: see the file beside the records."
+    )
+    body = "\n".join(
+        [
+            BEGIN, source, "", *summary(peers, found), "", *steps(records), "",
+            *cell_rows(peers, found, stand_in), END,
+        ]
+    )  # fmt: skip
+    text = README.read_text()
+    start, stop = text.index(BEGIN), text.index(END) + len(END)
+    README.write_text(text[:start] + body + text[stop:])
+
+
+if __name__ == "__main__":
+    main()
