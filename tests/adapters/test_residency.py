@@ -167,7 +167,7 @@ def _walk(operations: int, per_walk: int = 5_000) -> None:
 
 
 def test_random_walk() -> None:
-    _walk(50_000)
+    _walk(30_000)
 
 
 @pytest.mark.slow
