@@ -171,6 +171,10 @@ class Residency:
             self._warm.pin(digest, False)
             entry.pin = None
             self._recount_pins()
+        for call in entry.calls:
+            reason = f"adapter {entry.version.name} was evicted before it was loaded"
+            self._done.append(Done(call.call_id, self._standing(entry), reason))
+        entry.calls.clear()
         entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
         self._pending.add(entry)
 
@@ -308,7 +312,8 @@ class Residency:
                 pages += self.purge(entry.digest)
             entry.drains.pop(0)
             standing = self._standing(entry)
-            if drain.cold and not entry.leases and not entry.calls and entry.pin is None:
+            unused = not (entry.drains or entry.leases or entry.calls or entry.pin)
+            if unused and drain.cold:
                 del self._entries[entry.digest]
             self._done.append(Done(drain.call_id, standing, None, pages, host))
 

@@ -1,5 +1,6 @@
 """The loop: between steps adapters move and requests come and go; a step is decided, run, told."""
 
+import logging
 import time
 from array import array
 from collections import Counter
@@ -37,6 +38,8 @@ from multilora_cli.engine.sequence import Sequence, Status
 from multilora_cli.memory.kv_cache import KVCache, pages_for
 from multilora_cli.memory.page_pool import PagePool, PageUse
 from multilora_cli.memory.prefix_cache import PrefixCache, root_key
+
+_log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -167,6 +170,9 @@ class Engine:
         )
 
     def _submit(self, message: Submit) -> None:
+        if self.parts.scheduler.knows(message.request_id):
+            _log.error("request id %d is in use: ignored", message.request_id)
+            return
         fault = self._objection(message)
         if fault is not None:
             self._refused += [

@@ -161,6 +161,10 @@ class Scheduler:
         """Whether any sequence has not ended."""
         return bool(self._requests)
 
+    def knows(self, request_id: int) -> bool:
+        """Whether the request has sequences that have not ended."""
+        return request_id in self._requests
+
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence that has not ended."""
         for sequences in list(self._requests.values()):

@@ -57,7 +57,9 @@ class ManualClock:
 class Rig:
     """An engine with audits after every step and NaN in every page that nobody wrote."""
 
-    def __init__(self, base: Path, *, pages: int = 256, page: int = F2_PAGE, **config: object) -> None:
+    def __init__(
+        self, base: Path, *, pages: int = 256, page: int = F2_PAGE, **config: object
+    ) -> None:
         settings: dict[str, object] = {
             "max_num_seqs": 32,
             "max_num_batched_tokens": 256,
@@ -139,7 +141,9 @@ class Rig:
         """What a sequence said."""
         return self.answers[request_id, index]
 
-    def ask(self, prompt: Sequence[int], adapter: AdapterRef | None = None, **params: object) -> Answer:
+    def ask(
+        self, prompt: Sequence[int], adapter: AdapterRef | None = None, **params: object
+    ) -> Answer:
         """One request from start to end."""
         request_id = self.submit(prompt, adapter, **params)
         self.run()
