@@ -33,8 +33,11 @@ _CLASSES = {
 }
 
 
-def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model in fp32 whose every parameter matters: norms and biases random too."""
+def make_model(family: str, seed: int = 0, gain: float = 1.3, **changes: Any) -> Any:
+    """A transformers model in fp32 whose every parameter matters: norms and biases random too.
+
+    `gain` scales the matrices: above 1 small errors grow from layer to layer.
+    """
     config_class, model_class = _CLASSES[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SHAPE, **changes})).eval()
@@ -45,7 +48,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
             elif name.endswith(".bias"):
                 parameter.normal_(0.0, 0.5)
             else:
-                parameter.normal_(0.0, 1.3 * parameter.shape[1] ** -0.5)
+                parameter.normal_(0.0, gain * parameter.shape[1] ** -0.5)
     return model
 
 
