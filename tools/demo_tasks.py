@@ -223,18 +223,25 @@ def junk(rng: random.Random) -> str:
 
 
 def any_prompt(rng: random.Random) -> str:
-    """What the base is asked to repeat: every kind of prompt of the fleet, and junk."""
+    """What the base is asked to repeat: every kind of prompt and answer of the fleet, and junk.
+
+    Answers are there for the tokens they use: a token that the base never says stays improbable
+    in any adapter's mouth, because the output embedding is frozen when adapters are trained.
+    """
     kind = rng.random()
-    if kind < 0.25:
+    if kind < 0.2:
         text = sentence(rng)
-    elif kind < 0.5:
+    elif kind < 0.4:
         text = glossary_sentence(rng.choice(tuple(GLOSSARIES)), rng)
-    elif kind < 0.62:
+    elif kind < 0.48:
         text = number_sentence(rng)
-    elif kind < 0.72:
+    elif kind < 0.56:
         text = phone_sentence(rng)
-    elif kind < 0.85:
+    elif kind < 0.66:
         text = " ".join(pseudo_word(rng) for _ in range(rng.randint(1, 5)))
+    elif kind < 0.9:
+        task = TASKS[rng.choice(tuple(TASKS))]
+        return task.answer(task.prompt(rng))
     else:
         return junk(rng)
     style = rng.random()

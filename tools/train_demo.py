@@ -437,7 +437,7 @@ def measure(out: Path, count: int, device: str, dtype: torch.dtype) -> list[dict
 
 def train_base(out: Path, args: argparse.Namespace, device: str) -> None:
     """Tokenizer and base, written to `out`/base."""
-    tokenizer = train_tokenizer(max(50, min(4000, args.rows // 40)))
+    tokenizer = train_tokenizer(max(50, min(4000, args.rows // 60)))
     data = make_rows(tokenizer, base_conversations(args.seed), args.rows, device)
     log.info("base rows %s", [tuple(r.ids.shape) for r in data])
     torch.manual_seed(args.seed)
@@ -450,7 +450,7 @@ def train_base(out: Path, args: argparse.Namespace, device: str) -> None:
 def train_adapter(name: str, out: Path, args: argparse.Namespace, device: str) -> None:
     """One adapter on the finished base, written to `out`/adapters/`name`."""
     tokenizer = Tokenizer.from_file(str(out / "base" / "tokenizer.json"))
-    data = make_rows(tokenizer, task_conversations(name, args.seed), args.rows // 4, device)
+    data = make_rows(tokenizer, task_conversations(name, args.seed), args.rows // 6, device)
     torch.manual_seed(args.seed)
     base = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32).to(device)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name]))
@@ -464,9 +464,9 @@ def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--adapter-steps", type=int, default=1500)
-    parser.add_argument("--rows", type=int, default=200_000, help="conversations for the base")
+    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--adapter-steps", type=int, default=1200)
+    parser.add_argument("--rows", type=int, default=120_000, help="conversations for the base")
     parser.add_argument("--examples", type=int, default=200, help="test examples a task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--base-budget", type=float, default=math.inf, help="seconds")
