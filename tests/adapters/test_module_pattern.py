@@ -24,21 +24,21 @@ ATOMS = [
 
 
 def test_agrees_with_re() -> None:
-    """fullmatch, and PEFT's rule for keys, on 20,000 random patterns."""
+    """fullmatch, and PEFT's rule for keys, on 2,000 random patterns and 5 paths each."""
     seed = 4
     rng, matched = random.Random(seed), 0
-    for _ in range(20_000):
+    for _ in range(2_000):
         pattern = "".join(rng.choices(ATOMS, k=rng.randint(1, 6)))
-        path = rng.choice(PATHS)
         try:
-            expected = re.fullmatch(pattern, path) is not None
-            key_expected = re.match(rf"(.*\.)?({pattern})$", path) is not None
+            whole, key = re.compile(pattern), re.compile(rf"(.*\.)?({pattern})$")
         except re.error:  # the name x twice
             continue
-        assert fully_matches(pattern, path) is expected, (seed, pattern, path)
-        assert matches_key(pattern, path) is key_expected, (seed, pattern, path)
-        matched += expected
-    assert matched > 1000
+        for path in rng.sample(PATHS, 5):
+            expected = whole.fullmatch(path) is not None
+            assert fully_matches(pattern, path) is expected, (seed, pattern, path)
+            assert matches_key(pattern, path) is (key.match(path) is not None), (pattern, path)
+            matched += expected
+    assert matched > 300
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_exploding_patterns_end(pattern: str) -> None:
         ("q*+", "possessive_repeat"),
         ("(q)?(?(1)a|b)", "groupref_exists"),
         ("q" * 9000, "longer than"),
-        ("(" * 5000 + ")" * 5000, "nested too deeply"),
-        ("(?:(?:a|b|c|d|e|f|.)?){9}" * 300, "takes too long"),
+        ("(" * 3000 + ")" * 3000, "nested too deeply"),
+        ("(?:(?:a|b|c|d|e|f|.)?){9}" * 100, "takes too long"),
         ("a{99999999999999999999}", "not a regular expression"),
     ],
 )  # fmt: skip
