@@ -19,12 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
 from multilora_cli.engine.messages import (
     Abort,
     AdapterRef,
@@ -45,8 +43,11 @@ from multilora_cli.engine.messages import (
     ToEngine,
     TokenLogprobs,
 )
-from multilora_cli.server.config import ServerConfig
-from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+
+if TYPE_CHECKING:  # an engine process starts faster without them
+    from multilora_cli.adapters.registry import Registry
+    from multilora_cli.server.config import ServerConfig
+    from multilora_cli.sizing.geometry import ModelGeometry
 
 VOCAB = 384
 BOS, EOS, TURN, END_TURN = 256, 257, 258, 259
@@ -82,8 +83,10 @@ def byte_tokenizer(folder: Path, *, template: str | None = TEMPLATE, add_bos: bo
     return folder
 
 
-def tiny_geometry(folder: Path) -> ModelGeometry:
+def tiny_geometry(folder: Path) -> "ModelGeometry":
     """A two-layer Llama of 32 channels, from a config.json written into `folder`."""
+    from multilora_cli.sizing.geometry import read_geometry
+
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
@@ -97,6 +100,7 @@ def tiny_geometry(folder: Path) -> ModelGeometry:
 
 def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, **config: Any) -> Path:
     """A PEFT folder on q_proj and v_proj of `tiny_geometry`."""
+    import numpy as np
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,8 +118,10 @@ def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, **config: Any) 
     return folder
 
 
-def tiny_registry(folder: Path, names: tuple[str, ...] = ("upper", "acme/legal")) -> Registry:
+def tiny_registry(folder: Path, names: tuple[str, ...] = ("upper", "acme/legal")) -> "Registry":
     """The real registry over adapters written below `folder`, which is also its root."""
+    from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+
     geometry = tiny_geometry(folder / "base")
     registry = Registry(ServedBase(geometry, "demo"), relative_to=folder, roots=[folder])
     for seed, name in enumerate(names):
@@ -124,8 +130,10 @@ def tiny_registry(folder: Path, names: tuple[str, ...] = ("upper", "acme/legal")
     return registry
 
 
-def tiny_config(folder: Path, **changes: Any) -> ServerConfig:
+def tiny_config(folder: Path, **changes: Any) -> "ServerConfig":
     """A server configuration over the byte tokenizer."""
+    from multilora_cli.server.config import ServerConfig
+
     values: dict[str, Any] = {
         "base_name": "demo",
         "base_path": byte_tokenizer(folder / "base"),

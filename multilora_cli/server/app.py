@@ -124,6 +124,7 @@ class Front:
             names=self.adapters.names(),
             statuses=self.client.statuses,
             up=self.client.state == "ready",
+            restarts=self.client.restarts,
         )
 
     def _in_background(self) -> None:

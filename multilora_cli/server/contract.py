@@ -24,7 +24,9 @@ _FAULTS: dict[str, tuple[int, str]] = {
     "timeout": (408, "timeout_error"),
 }
 _NO_RETRY = frozenset({"adapter_unavailable", "adapter_exists"})
-_CLOSE = frozenset({"request_too_large", "server_shutting_down", "timeout", "headers_too_large"})
+_CLOSE = frozenset(
+    {"headers_too_large", "invalid_http", "request_too_large", "server_shutting_down", "timeout"}
+)
 
 
 def fault_error(fault: Fault) -> RequestError:

@@ -53,6 +53,10 @@ class Guard:
                 status=431,
                 code="headers_too_large",
             )
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+            raise RequestError(
+                "both Content-Length and Transfer-Encoding", code="invalid_http"
+            )  # whatever stands before this server may have read another length
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) > 1 or not (self._allowed(hosts[0]) if hosts else not self._guarded):
             raise _forbidden("host_not_allowed", "the Host header is not one of this server's")

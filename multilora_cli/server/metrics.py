@@ -147,9 +147,6 @@ class Metrics:
         self.replies = Counter(
             "mlora_http_replies", "HTTP replies by status.", ("status",), registry=self.registry
         )
-        self.engine_restarts = Counter(
-            "mlora_engine_restarts", "Times the engine was restarted.", registry=self.registry
-        )
 
     def meter(self, adapter: str | None, prompt_tokens: int) -> RequestMeter:
         """Begin to count a request; `adapter` is a registered name or None for the base."""
@@ -172,6 +169,7 @@ class EngineView:
     names: Mapping[str, str]  # digest -> adapter name
     statuses: Mapping[str, AdapterStatus]
     up: bool
+    restarts: int
 
 
 class _Scrape(Collector):
@@ -184,6 +182,8 @@ class _Scrape(Collector):
     def collect(self) -> Iterator[Metric]:
         """prometheus_client: the families of this scrape."""
         yield _gauge("mlora_engine_up", "1 while the engine serves.", float(self._view.up))
+        restarts = self._view.restarts
+        yield CounterMetricFamily("mlora_engine_restarts", "Restarts of the engine.", restarts)
         yield from self._engine()
         yield from self._traffic()
         yield from self._residency()
