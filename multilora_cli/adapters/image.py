@@ -3,7 +3,7 @@
 y += s * B (A x) becomes y += B' (A x) with B' = s * B, multiplied in float32 and rounded once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from multilora_cli.adapters.coverage import ModuleWeights
-from multilora_cli.adapters.digest import changed, content_digest
-from multilora_cli.adapters.lease import Version
-from multilora_cli.adapters.peft import AdapterFile, read_adapter
+from multilora_cli.adapters.digest import changed
+from multilora_cli.adapters.peft import AdapterFile
 from multilora_cli.adapters.safetensors_header import (
     OpenFile,
     SafetensorsError,
@@ -22,8 +21,7 @@ from multilora_cli.adapters.safetensors_header import (
 )
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
-from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_kernels.layout import Block, ImagePlan, plan_image
+from multilora_kernels.layout import Block, ImagePlan
 
 _FILE_DTYPES = {
     "F64": torch.float64,
@@ -77,54 +75,6 @@ def build_image(
         if check_values and not _all_finite(out, dtype):
             raise _not_finite(adapter, reader, dtype)
     return ("every lora_B is zero: answers equal the base's",) if all_zero else ()
-
-
-class ImageSource:
-    """Opens adapter versions for the warm tier: `HostCache(budget, ImageSource(...).open)`."""
-
-    def __init__(
-        self,
-        geometry: ModelGeometry,
-        page_bytes: int,
-        dtype: torch.dtype,
-        *,
-        max_rank: int,
-        base_folder: Path | None = None,
-        check_values: bool = True,
-    ) -> None:
-        self._geometry = geometry
-        self._page_bytes = page_bytes
-        self._dtype = dtype
-        self._max_rank = max_rank
-        self._base_folder = base_folder
-        self._check_values = check_values
-
-    def open(self, version: Version) -> tuple[ImagePlan, Callable[[torch.Tensor], object]]:
-        """The plan of `version`, and a function that fills its pages.
-
-        Raises AdapterError, also where the folder no longer holds what the digest stands for.
-        """
-        adapter = read_adapter(
-            Path(version.path),
-            self._geometry,
-            max_rank=self._max_rank,
-            base_folder=self._base_folder,
-        )
-        found = content_digest(adapter)
-        if found != version.digest:
-            raise AdapterError(
-                f"{adapter.folder}: holds version {found[:12]}, {version.name} stands for"
-                f" {version.digest[:12]}: replaced on disk since it was registered",
-                reason="changed",
-                hint="load the adapter again to serve the new version",
-            )
-        shapes = self._geometry.module_shapes
-        plan = plan_image(adapter.ranks, shapes, self._page_bytes, self._dtype.itemsize)
-
-        def fill(out: torch.Tensor) -> object:
-            return build_image(adapter, plan, self._dtype, out, check_values=self._check_values)
-
-        return plan, fill
 
 
 class _Reader:

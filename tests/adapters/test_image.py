@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from multilora_cli.adapters.digest import DigestMemory, content_digest
-from multilora_cli.adapters.image import ImageSource, build_image
+from multilora_cli.adapters.image import build_image
 from multilora_cli.adapters.peft import read_adapter
-from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config, read_geometry
 from multilora_kernels.layout import MODULES, page_bytes, plan_image
-from tests.adapters.adapter_oracle import built, our_deltas, plan_for, read, unpacked
+from tests.adapters.adapter_oracle import built, plan_for, read, unpacked
 from tests.adapters.malformed import CONFIG, WEIGHTS, good_tensors, write_good
 
 
@@ -205,24 +204,6 @@ def test_replaced_after_reading(base: Path, tmp_path: Path) -> None:
     (folder / WEIGHTS).unlink()
     with pytest.raises(AdapterError, match="no such file"):
         built(adapter, plan)
-
-
-def test_image_source_checks_the_digest(base: Path, tmp_path: Path) -> None:
-    """CACHE: what the engine loads is the version the request was admitted with, or an error."""
-    folder = write_good(tmp_path / "a")
-    base_geometry = read_geometry(base)
-    size = page_bytes(2, 2, 16, 4)
-    source = ImageSource(base_geometry, size, torch.float32, max_rank=64)
-    digest = content_digest(read(folder, base))
-    plan, fill = source.open(AdapterRef("acme", digest, str(folder), 1))
-    out = torch.empty(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
-    fill(out)
-    a, b = unpacked(plan, out, base_geometry)[0, "q_proj"]
-    assert torch.equal(b @ a, our_deltas(folder, base)[0, "q_proj"])
-    write_good(folder, seed=9)
-    with pytest.raises(AdapterError, match="replaced on disk") as caught:
-        source.open(AdapterRef("acme", digest, str(folder), 1))
-    assert caught.value.reason == "changed"
 
 
 def test_versions_under_a_busy_writer(base: Path, tmp_path: Path) -> None:

@@ -46,15 +46,18 @@ def allowed_folder(text: str, roots: Sequence[Path]) -> Path:
         )
     real_roots = [Path(os.path.realpath(root)) for root in roots]
     candidates = [Path(os.path.realpath(root / text)) for root in real_roots]
-    allowed = [path for path in candidates if any(path.is_relative_to(root) for root in real_roots)]
-    if not allowed:
+    inside = [any(path.is_relative_to(root) for root in real_roots) for path in candidates]
+    for path, allowed in zip(candidates, inside, strict=True):
+        if allowed and path.is_dir():
+            return path
+    if not candidates or not all(inside):
         raise AdapterError(
             f"lora_path {quoted(text)}: not below a folder that adapters may be loaded from",
             reason="outside_roots",
             field="lora_path",
             hint="list the folder under server.adapter_roots in the fleet file",
         )
-    return next((path for path in allowed if path.is_dir()), allowed[0])
+    return candidates[0]
 
 
 def _check_text(text: str, field: str) -> None:
