@@ -16,6 +16,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -83,12 +85,19 @@ def spawn(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]
 
 
 class _Watch:
-    """Answers queries while a step hangs, from the last snapshot, with the age of the step."""
+    """Queries go past the inbox: the loop answers them between steps, and while a step hangs a
+    thread does, from the last snapshot and with the age of the step."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.link = Link(connection, lost=lambda: os._exit(0), intercept=self._answer)
-        self.snapshot: Snapshot | None = None
+        self.link = Link(connection, lost=lambda: os._exit(0), intercept=self._keep)
+        self._queries: deque[Query] = deque()
+        self._snapshot: Snapshot | None = None
         self._step_began: float | None = None
+
+    def start(self) -> None:
+        """Begin to listen and to watch."""
+        self.link.start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def step_begins(self) -> None:
         """A turn of the loop starts."""
@@ -98,17 +107,34 @@ class _Watch:
         """The loop is between steps."""
         self._step_began = None
 
-    def _answer(self, message: ToEngine) -> bool:
-        began, snapshot = self._step_began, self.snapshot
-        if not isinstance(message, Query) or began is None or snapshot is None:
+    def answer(self, snapshot: Callable[[], Snapshot]) -> None:
+        """Answer every query, on the loop's thread."""
+        while self._queries:
+            self._snapshot = snapshot()
+            self._answer(self._snapshot)
+
+    def _answer(self, snapshot: Snapshot) -> None:
+        with contextlib.suppress(IndexError):  # the other thread was faster
+            query = self._queries.popleft()
+            self.link.send(Reply(query.call_id, snapshot=snapshot))
+
+    def _keep(self, message: ToEngine) -> bool:
+        if not isinstance(message, Query):
             return False
-        age_s = time.monotonic() - began
-        if age_s < _STALLED_S:
-            return False
-        counters = {**snapshot.counters, "loop_age_s": age_s}
-        stale = msgspec.structs.replace(snapshot, counters=counters)
-        self.link.send(Reply(message.call_id, snapshot=stale))
+        self._queries.append(message)
+        self.link.wake()
         return True
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_STALLED_S / 4)
+            began, snapshot = self._step_began, self._snapshot
+            if began is None or snapshot is None:
+                continue
+            age_s = time.monotonic() - began
+            while age_s > _STALLED_S and self._queries:
+                counters = {**snapshot.counters, "loop_age_s": age_s}
+                self._answer(msgspec.structs.replace(snapshot, counters=counters))
 
 
 def main(arguments: list[str]) -> int:
@@ -121,7 +147,7 @@ def main(arguments: list[str]) -> int:
     except Closed:
         return 0
     watch = _Watch(connection)
-    watch.link.start()
+    watch.start()
     try:
         engine = _build(config, watch.link)
     except MloraError as error:
@@ -156,6 +182,7 @@ def _serve(engine: "Engine", watch: _Watch) -> None:
     while True:
         for message in link.take(engine.idle_wait_s):
             engine.handle(message)
+        watch.answer(engine.snapshot)
         watch.step_begins()
         deltas = engine.step()
         watch.step_ended()
@@ -164,8 +191,6 @@ def _serve(engine: "Engine", watch: _Watch) -> None:
         for event in engine.take_events():
             link.send(event)
         for reply in engine.take_replies():
-            if reply.snapshot is not None:
-                watch.snapshot = reply.snapshot
             link.send(reply)
         if engine.drained:
             return

@@ -1,4 +1,4 @@
-"""Residency and scheduler without torch: images of pages only, loads and copies that end on order."""
+"""Residency and scheduler without torch: images of pages only, loads that end on order."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -262,7 +262,7 @@ def test_decodes_go_first_and_prompts_fill_the_step() -> None:
     rig.submit([3] * 60, max_tokens=2)
     for _ in range(3):
         rig.step()
-        assert [row.length for row in rig.model.batches[-1].rows][0] == 1
+        assert rig.model.batches[-1].rows[0].length == 1
     lengths = [[row.length for row in batch.rows] for batch in rig.model.batches]
     assert lengths == [[4], [1, 23], [1, 23], [1, 14]]
 
