@@ -75,8 +75,17 @@ def byte_tokenizer(folder: Path, *, template: str | None = TEMPLATE, add_bos: bo
     model = {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}
     decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
     tokenizer = {"version": "1.0", "added_tokens": added, "model": model, "decoder": decoder}
+    if add_bos:
+        parts = [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
+        bos = {"<s>": {"id": "<s>", "ids": [BOS], "tokens": ["<s>"]}}
+        tokenizer["post_processor"] = {
+            "type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": bos,
+        }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": add_bos}
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if template is not None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,14 +1,13 @@
-"""The base model's tokenizer, from its tokenizer.json and tokenizer_config.json."""
+"""The base model's tokenizer, from its tokenizer.json."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from multilora_cli.errors import ModelError
-from multilora_cli.text.chat_template import Segment, read_tokenizer_config, special_names
+from multilora_cli.text.chat_template import Segment
 from multilora_cli.text.detokenizer import Detokenizer
 from multilora_cli.text.pieces import PieceTable
 
@@ -18,8 +17,8 @@ _TOKENIZER_BYTES_MAX = 256 * 2**20
 class Tokenizer:
     """Text to ids and back. Encoding is thread-safe and releases the GIL for its main part."""
 
-    def __init__(self, text: str, config: dict[str, Any]) -> None:
-        """`text`: content of tokenizer.json; `config`: tokenizer_config.json."""
+    def __init__(self, text: str) -> None:
+        """`text`: content of tokenizer.json."""
         self._parsing = _parse(text)
         self._literal = _parse(text)
         self._literal.encode_special_tokens = True
@@ -30,7 +29,7 @@ class Tokenizer:
         special_ids = frozenset(i for i, token in added.items() if token.special)
         self.pieces = PieceTable(vocab, special_ids, json.loads(text).get("decoder") or {})
         self.vocab_size = max(vocab, default=-1) + 1
-        self._prefix, self._suffix = self._surroundings(config)
+        self._prefix, self._suffix = self._surroundings()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids of a plain prompt. Special tokens written in the text are parsed, as HF does."""
@@ -53,21 +52,17 @@ class Tokenizer:
         """A fresh incremental decoder for one sequence."""
         return Detokenizer(self.pieces, skip_special=skip_special)
 
-    def _surroundings(self, config: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Ids before and after a plain prompt: add_bos_token decides where it is given."""
-        if "add_bos_token" not in config and "add_eos_token" not in config:
-            probe = self._parsing.encode("a").ids
-            bare = self._parsing.encode("a", add_special_tokens=False).ids
-            at = next(
-                (i for i in range(len(probe)) if probe[i : i + len(bare)] == bare), len(probe)
-            )
-            return probe[:at], probe[at + len(bare) :]
-        names = special_names(config)
-        ends = []
-        for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-            token = self._parsing.token_to_id(names[name]) if name in names else None
-            ends.append([token] if config.get(flag) and token is not None else [])
-        return ends[0], ends[1]
+    def _surroundings(self) -> tuple[list[int], list[int]]:
+        """Ids before and after a plain prompt, as tokenizer.json's post-processor puts them.
+
+        transformers 5 does the same: add_bos_token of tokenizer_config.json has no say where a
+        tokenizer.json exists.
+        """
+        whole = self._parsing.encode("a").ids
+        bare = self._parsing.encode("a", add_special_tokens=False).ids
+        starts = range(len(whole) - len(bare) + 1)
+        at = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
+        return whole[:at], whole[at + len(bare) :]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -85,7 +80,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     except UnicodeDecodeError:
         raise ModelError(f"{path}: not UTF-8") from None
     try:
-        return Tokenizer(text, read_tokenizer_config(folder))
+        return Tokenizer(text)
     except ModelError as error:
         raise ModelError(f"{folder}: {error.message}", hint=error.hint) from None
 
