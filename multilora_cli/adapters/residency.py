@@ -15,8 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from multilora_cli.adapters.hot_tier import HotTier
+from multilora_cli.adapters.idle_adapters import IdleAdapters
 from multilora_cli.adapters.lease import Done, Failure, Lease, Pin, Standing, State, Version
-from multilora_cli.adapters.residency_entry import NOBODY, Call, Drain, Entry, NoHostRoom, WarmTier
+from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
 from multilora_cli.errors import MloraError
 from multilora_cli.memory.eviction import EvictionRule, decayed
 from multilora_cli.memory.page_pool import IntegrityError
@@ -25,7 +26,6 @@ _log = logging.getLogger(__name__)
 
 _COPY_BYTES_PER_S = 20e9  # host to device over PCIe 4 x16; only weighs eviction
 _RETRY_S = (1.0, 60.0)  # first and longest pause after a failed load
-_WANTED = 1 << 20  # an idle adapter that somebody waits for leaves after all others
 
 
 class Residency:
@@ -48,6 +48,7 @@ class Residency:
         self._num_loaders = num_loaders
         self._entries: dict[str, Entry] = {}
         self._placed: dict[str, Entry] = {}  # copying or hot
+        self.idle = IdleAdapters(self._placed, self._evict_idle)
         self._pending: set[Entry] = set()
         self._serial = 0
         self._host_releases = 0
@@ -223,25 +224,6 @@ class Residency:
         """Every known digest."""
         return [self._standing(entry) for entry in self._entries.values()]
 
-    # ---- what idle adapters give to the evictor
-
-    def evictable_pages(self, order: int) -> int:
-        """Pages of idle adapters that a sequence of arrival `order` may take."""
-        idle = (e.placement for e in self._placed.values() if self._is_idle(e, order))
-        return sum(len(placement.pages) for placement in idle if placement is not None)
-
-    def cheapest(self, order: int) -> tuple[int, float] | None:
-        """(priority, score) of the idle adapter that would leave first."""
-        best = self._cheapest(order)
-        return None if best is None else self._rank(best)
-
-    def evict_cheapest(self, order: int) -> None:
-        """Move that adapter down to warm."""
-        best = self._cheapest(order)
-        if best is not None:
-            self._cool(best)
-            self.evictions += 1
-
     def check_integrity(self) -> None:
         """States, holds, leases, slots and pages agree."""
         for entry in self._entries.values():
@@ -364,11 +346,15 @@ class Residency:
             )
         elif not self._placed and not self._hot.fits_table(plan):
             self._fail(entry, "the adapter has more blocks than the table on the device holds")
-        elif self._hot.make_room(plan, order, self):
+        elif self._hot.make_room(plan, order, self.idle):
             entry.placement = self._hot.start(entry.image)
             self._placed[entry.digest] = entry
             self._recount_pins()
             self._set_state(entry, State.COPYING)
+
+    def _evict_idle(self, entry: Entry) -> None:
+        self.evictions += 1
+        self._cool(entry)
 
     def _cool(self, entry: Entry) -> None:
         """Hot to warm, or to stored where the host image has left meanwhile."""
@@ -462,22 +448,6 @@ class Residency:
         if entry.state is State.HOT or (entry.state is State.WARM and not entry.wants_hot()):
             return True
         return entry.demand() is None
-
-    def _is_idle(self, entry: Entry, order: int) -> bool:
-        return (
-            entry.state is State.HOT
-            and entry.running == 0
-            and entry.pin != "hot"
-            and entry.waiting_order() > order
-        )
-
-    def _cheapest(self, order: int) -> Entry | None:
-        idle = [entry for entry in self._placed.values() if self._is_idle(entry, order)]
-        return min(idle, key=self._rank) if idle else None
-
-    def _rank(self, entry: Entry) -> tuple[int, float]:
-        wanted = _WANTED if entry.waiting_order() < NOBODY else 0
-        return entry.priority + wanted, entry.score
 
     def _pinned_beside(self, entry: Entry) -> int:
         """Pages of hot pinned adapters other than `entry`."""

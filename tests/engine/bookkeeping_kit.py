@@ -200,7 +200,7 @@ class Books:
         hot = HotTier(self.pool, self.evictor, self.table, self.copier, self.num_slots)
         self.residency = Residency(hot, self.warm, self.loaders, rule, lambda: self.now)
         self.residency.purge = self.prefixes.purge
-        self.evictor.attach(prefixes=self.prefixes, adapters=self.residency)
+        self.evictor.attach(prefixes=self.prefixes, adapters=self.residency.idle)
 
     def poison(self, pages: Sequence[int]) -> None:
         """A page that was given back holds nothing."""
