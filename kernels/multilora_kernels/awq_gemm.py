@@ -24,9 +24,9 @@ from multilora_kernels.launch import Chip, tuned_table
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
+    bucket_of,
     chip_for,
     choose_tile,
-    prefetch_l2,
     sum_partials,
     workspace,
 )
@@ -85,6 +85,15 @@ def _weights(words, neg_zero, QUARTER: tl.constexpr, CT: tl.constexpr):
     return w
 
 
+@triton.jit
+def _load_x(x_ptrs, in_batch, c, in_k, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        x = tl.load(x_ptrs, mask=in_batch, other=0.0)
+    else:
+        x = tl.load(x_ptrs, mask=in_batch & (c < in_k)[:, None], other=0.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
 def awq_gemm_kernel(
     x_ptr,
@@ -106,14 +115,16 @@ def awq_gemm_kernel(
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
     CT: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     split = tl.program_id(1)
     pid_m = tl.program_id(2)
     num_blocks = tl.cdiv(K, 128)
-    per_split = tl.cdiv(num_blocks, SPLIT_K)
+    per_part = tl.cdiv(num_blocks, SPLIT_K * PARTS)
+    per_split = per_part * PARTS
     first = split * per_split
     last = tl.minimum(first + per_split, num_blocks)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,28 +136,21 @@ def awq_gemm_kernel(
     meta_ptrs = meta_ptr + start * (N_padded * GROUPS) + n
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + start * 128 + c[:, None]
     if PDL:
-        if PREFETCH > 0:
-            ahead = tl.minimum(start + tl.arange(0, PREFETCH), last - 1)[:, None]
-            line = tl.arange(0, BLOCK_N // 2)[None, :]
-            tile_words = words_ptr + (ahead * N_padded + pid_n * BLOCK_N) * 32
-            prefetch_l2(tile_words + line * 64)
-            line = tl.arange(0, BLOCK_N // 32 * GROUPS)[None, :]
-            tile_meta = meta_ptr + ahead * GROUPS * N_padded + pid_n * BLOCK_N
-            per_group: tl.constexpr = BLOCK_N // 32
-            prefetch_l2(tile_meta + line // per_group * N_padded + line % per_group * 32)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    first_part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
+        if PARTS == 2:
+            half = block == first + per_part
+            first_part = tl.where(half, acc, first_part)
+            acc = tl.where(half, 0.0, acc)
         words = tl.load(word_ptrs)
         meta = tl.load(meta_ptrs)
         zero = _zero_of(meta, CT)[:, None]
         part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for quarter in tl.static_range(4):
-            if EVEN_K:
-                x = tl.load(x_ptrs + 32 * quarter, mask=in_batch, other=0.0)
-            else:
-                in_k = (block * 128 + 32 * quarter + c < K)[:, None]
-                x = tl.load(x_ptrs + 32 * quarter, mask=in_batch & in_k, other=0.0)
+            in_k = K - block * 128 - 32 * quarter
+            x = _load_x(x_ptrs + 32 * quarter, in_batch, c, in_k, EVEN_K)
             part = tl.dot(_weights(words, zero, quarter, CT), x.to(CT), part)
             if quarter < 3 and ((quarter + 1) * GROUPS) % 4 == 0:
                 # This group ends here: scale it and take up the next one's scale and zero.
@@ -158,6 +162,8 @@ def awq_gemm_kernel(
         word_ptrs += N_padded * 32
         meta_ptrs += N_padded * GROUPS
         x_ptrs += 128
+    if PARTS == 2:
+        acc += first_part
     if PDL:
         # Not earlier: programs of the next kernel would settle where this one left room and
         # load the multiprocessors unevenly (10.3 us instead of 8.9 on 6144 x 4096).
@@ -167,7 +173,7 @@ def awq_gemm_kernel(
         tile = pid_m * tl.num_programs(0) + pid_n
         num_tiles = tl.num_programs(0) * tl.num_programs(2)
         acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K
+            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS
         )
     if is_last:
         y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
@@ -231,7 +237,9 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
         slice_bytes = int(shape.get("slice_bytes", _SLICE_BYTES))
         slice_n = max(PAD_N, slice_bytes // (2 * k) // PAD_N * PAD_N)
         return AwqLaunch(None, min(n, slice_n))
-    return AwqLaunch(choose_tile(OP, m, n, k, chip, _stage_bytes))
+    block_m = bucket_of(m)
+    base = Tile(block_m=block_m, num_warps=2 if block_m <= 16 else 4)
+    return AwqLaunch(choose_tile(OP, base, n, k, chip, _stage_bytes))
 
 
 def _triton_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -266,8 +274,9 @@ def run_fused(x: torch.Tensor, weight: AwqWeight, tile: Tile) -> torch.Tensor:
         STAGES=tile.num_stages,
         SCALE=_triton_dtype(weight.scale_dtype),
         CT=tl.float32 if interpreted else _triton_dtype(x.dtype),
+        PARTS=tile.parts,
+        PAIRS=tile.pairs,
         PDL=tile.pdl,
-        PREFETCH=tile.prefetch,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=tile.pdl,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.launch import Chip, tuned_table
-from multilora_kernels.split_k import chip_for, prefetch_l2
+from multilora_kernels.split_k import chip_for
 
 OP = "bf16_gemv"
 MAX_ROWS = 4
@@ -33,7 +33,14 @@ def _load_x(x_ptr, k, K, EVEN_K: tl.constexpr):
 def _start_early(row_ptrs, K, PREFETCH: tl.constexpr):
     if PREFETCH > 0:  # lines of 64 weights at the start of each row
         line = tl.minimum(tl.arange(0, PREFETCH) * 64, K - 1)
-        prefetch_l2(row_ptrs[:, None] + line[None, :])
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(row_ptrs[:, None] + line[None, :]).to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     # At once: thousands of short programs balance themselves wherever they start.
     tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
@@ -98,7 +105,8 @@ class GemvLaunch:
     block_k: int = 1024
     unroll: int = 2
     num_warps: int = 4
-    # As in split_k.Tile; `prefetch` counts lines of 128 bytes in each row.
+    # Programmatic dependent launch: the program starts while the kernel before it still runs and
+    # asks for the first `prefetch` lines of 128 bytes of its weights before it waits for x.
     pdl: bool = False
     prefetch: int = 16
 

@@ -25,9 +25,9 @@ from multilora_kernels.launch import Chip, tuned_table
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
+    bucket_of,
     chip_for,
     choose_tile,
-    prefetch_l2,
     sum_partials,
     workspace,
 )
@@ -55,8 +55,8 @@ def fp8_gemm_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     CT: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     split = tl.program_id(1)
@@ -74,9 +74,6 @@ def fp8_gemm_kernel(
     w_ptrs = w_ptr + row[:, None] * K + first * 128 + c[None, :]
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * K + first * 128 + c[:, None]
     if PDL:
-        if PREFETCH > 0:
-            ahead = tl.minimum(tl.arange(0, PREFETCH), last - 1 - first)[None, :]
-            prefetch_l2(w_ptr + row[:, None] * K + (first + ahead) * 128)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
@@ -104,7 +101,7 @@ def fp8_gemm_kernel(
         tile = pid_m * tl.num_programs(0) + pid_n
         num_tiles = tl.num_programs(0) * tl.num_programs(2)
         acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K
+            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS
         )
     if is_last:
         if not BLOCKWISE:
@@ -250,6 +247,8 @@ def concatenate(weights: list[Fp8Weight]) -> Fp8Weight:
 
 # Batches up to here take the split kernel where nothing was tuned.
 _MAX_SPLIT = 64
+# Large batches that cuBLAS does not take.
+_LARGE = Tile(block_n=128, block_m=128, split_k=1, num_warps=8, num_stages=3)
 # Below 16 rows Triton takes fp16 instructions on Hopper, which sum differently from FP8's.
 _SMALLEST = 16
 
@@ -258,15 +257,25 @@ def _stage_bytes(tile: Tile) -> int:
     return (tile.block_n + tile.block_m) * BLOCK_K + 1024
 
 
-def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Tile | None:
-    """The split kernel's tile, or None: `torch._scaled_mm`. The split does not depend on m."""
+@dataclass(frozen=True)
+class Fp8Launch:
+    """One multiply: the split kernel under `tile`, or (None) `torch._scaled_mm` by rows, or with
+    scale 1 and a kernel that applies the scales afterwards (`scaled`).
+    """
+
+    tile: Tile | None
+    scaled: bool = False
+
+
+def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Fp8Launch:
+    """Launch of xq [m, k] times weights [n, k]; the order of a tile's sums ignores m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m <= int(shape.get("max_split", _MAX_SPLIT)):
-        return choose_tile(OP, m, n, k, chip, _stage_bytes, _SMALLEST)
-    if blockwise:
-        return Tile(block_n=128, block_m=128, split_k=1, num_warps=8, num_stages=3)
-    # cuBLAS asks for multiples of 16.
-    return Tile(block_n=128, block_m=128, num_warps=8, num_stages=3) if n % 16 or k % 16 else None
+        base = Tile(block_m=bucket_of(m, _SMALLEST))
+        return Fp8Launch(choose_tile(OP, base, n, k, chip, _stage_bytes))
+    if blockwise or n % 16 or k % 16:  # cuBLAS asks for multiples of 16
+        return Fp8Launch(_LARGE)
+    return Fp8Launch(None, scaled=m <= int(shape.get("max_scaled", 0)))
 
 
 def run_split(
@@ -297,8 +306,8 @@ def run_split(
         EVEN_K=k % BLOCK_K == 0,
         STAGES=tile.num_stages,
         CT=tl.float32 if triton.knobs.runtime.interpret else tl.float8e4nv,
+        PAIRS=tile.pairs,
         PDL=tile.pdl,
-        PREFETCH=tile.prefetch,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=tile.pdl,
@@ -358,10 +367,12 @@ def fp8_gemm(
     m, k = xq.shape
     if m == 0:
         return torch.empty((0, weight.out_features), dtype=dtype, device=xq.device)
-    tile = choose_launch(m, weight.out_features, k, chip_for(xq.device), weight.blockwise)
-    if tile is None:
-        return run_rowwise(xq, sx, weight, dtype)
-    return run_split(xq, sx, weight, dtype, tile)
+    launch = choose_launch(m, weight.out_features, k, chip_for(xq.device), weight.blockwise)
+    if launch.tile is not None:
+        return run_split(xq, sx, weight, dtype, launch.tile)
+    if launch.scaled:
+        return run_scaled(xq, sx, weight, dtype)
+    return run_rowwise(xq, sx, weight, dtype)
 
 
 def fp8_gemm_ref(

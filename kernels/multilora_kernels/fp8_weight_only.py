@@ -22,9 +22,9 @@ from multilora_kernels.launch import Chip, tuned_table
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
+    bucket_of,
     chip_for,
     choose_tile,
-    prefetch_l2,
     sum_partials,
     workspace,
 )
@@ -83,8 +83,8 @@ def fp8_weight_only_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     CT: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     split = tl.program_id(1)
@@ -103,9 +103,6 @@ def fp8_weight_only_kernel(
     word_ptrs = words_ptr + start * N * 64 + row[:, None] * 64 + c[None, :]
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + start * 128 + c[:, None]
     if PDL:
-        if PREFETCH > 0:
-            ahead = tl.minimum(start + tl.arange(0, PREFETCH), last - 1)[None, :]
-            prefetch_l2(words_ptr + (ahead * N + row[:, None]) * 64)
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
@@ -136,7 +133,7 @@ def fp8_weight_only_kernel(
         tile = pid_m * tl.num_programs(0) + pid_n
         num_tiles = tl.num_programs(0) * tl.num_programs(2)
         acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K
+            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS
         )
     if is_last:
         if not BLOCKWISE:
@@ -241,7 +238,8 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> tuple[Tile | None, int]
     """(tile, 0), or (None, rows of W dequantised at a time); the split does not depend on m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m <= int(shape.get("max_fused", _MAX_FUSED)):
-        return choose_tile(OP, m, n, k, chip, _stage_bytes), 0
+        base = Tile(block_m=bucket_of(m))
+        return choose_tile(OP, base, n, k, chip, _stage_bytes), 0
     return None, min(n, max(128, _SLICE_BYTES // (2 * k) // 128 * 128))
 
 
@@ -271,8 +269,8 @@ def run_fused(x: torch.Tensor, weight: Fp8WeightOnly, tile: Tile) -> torch.Tenso
         EVEN_K=k % BLOCK_K == 0,
         STAGES=tile.num_stages,
         CT=tl.float32 if triton.knobs.runtime.interpret else wide,
+        PAIRS=tile.pairs,
         PDL=tile.pdl,
-        PREFETCH=tile.prefetch,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=tile.pdl,

@@ -27,23 +27,20 @@ class Tile:
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 4
-    # Programmatic dependent launch: the program starts while the kernel before it still runs and
-    # asks for its first `prefetch` blocks of weights, which no kernel writes, before it waits.
+    # Sums of a split twice as fine: a program keeps the two halves of its K apart (parts = 2), or
+    # the last one adds the partials in pairs (pairs = 2). Both give the same bits.
+    parts: int = 1
+    pairs: int = 1
+    # Programmatic dependent launch: the program starts while the kernel before it still runs.
     pdl: bool = False
-    prefetch: int = 8
 
 
 @triton.jit
-def prefetch_l2(pointers):
-    """Ask for the lines at `pointers` to be brought into the L2; returns at once."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _load_sum(base, i, stride, PAIRS: tl.constexpr):
+    partial = tl.load(base + i * stride, cache_modifier=".cg")
+    if PAIRS == 2:
+        partial += tl.load(base + (i + 1) * stride, cache_modifier=".cg")
+    return partial
 
 
 @triton.jit
@@ -57,6 +54,7 @@ def sum_partials(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Returns (sum, is_last); the sum is meant only where is_last.
 
@@ -72,9 +70,9 @@ def sum_partials(
     is_last = arrived == SPLIT_K - 1
     if is_last:
         # .cg: another SM's partials are read from L2, never from this SM's stale L1.
-        acc = tl.load(base, cache_modifier=".cg")
-        for i in tl.static_range(1, SPLIT_K):
-            acc += tl.load(base + i * stride, cache_modifier=".cg")
+        acc = _load_sum(base, 0, stride, PAIRS)
+        for i in tl.static_range(PAIRS, SPLIT_K, PAIRS):
+            acc += _load_sum(base, i, stride, PAIRS)
         tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
     return acc, is_last
 
@@ -105,31 +103,29 @@ def bucket_of(m: int, smallest: int = 8) -> int:
 
 
 def choose_tile(
-    op: str,
-    m: int,
-    n: int,
-    k: int,
-    chip: Chip,
-    stage_bytes: Callable[[Tile], int],
-    smallest: int = 8,
+    op: str, base: Tile, n: int, k: int, chip: Chip, stage_bytes: Callable[[Tile], int]
 ) -> Tile:
-    """The tile for x [m, k] times weights [n, k]: tuned where it was measured, and always within
-    the chip's shared memory (`stage_bytes`: one stage of the pipeline). The split ignores m;
-    tiles hold at least `smallest` rows.
+    """`base` for weights [n, k], with what was tuned for them in its place, and within the chip's
+    shared memory (`stage_bytes`: one stage of the pipeline). The order of sums ignores the rows.
     """
     tuned = tuned_table(chip, op)
-    num_blocks = -(-k // BLOCK_K)
-    split = int(tuned.get(f"n{n}-k{k}", {}).get("split_k", 0))
-    block_m = bucket_of(m, smallest)
-    best = tuned.get(f"n{n}-k{k}-m{block_m}", {})
+    shape = tuned.get(f"n{n}-k{k}", {})
+    best = tuned.get(f"n{n}-k{k}-m{base.block_m}", {})
+    split = int(shape.get("split_k", 0))
+    split = split or choose_split(-(-n // 64), -(-k // BLOCK_K), chip.num_sms)
+    fine_up_to = int(shape.get("fine_up_to", 0))
+    if "split_k" in best:  # large batches may have an order of their own
+        split, fine_up_to = int(best["split_k"]), 0
+    fine = base.block_m <= fine_up_to
     tile = Tile(
-        block_n=int(best.get("block_n", 64)),
-        block_m=block_m,
-        split_k=split or choose_split(-(-n // 64), num_blocks, chip.num_sms),
-        num_warps=int(best.get("num_warps", 4)),
-        num_stages=int(best.get("num_stages", 4)),
-        pdl=chip.has_pdl,
-        prefetch=int(best.get("prefetch", 8)),
+        block_n=int(best.get("block_n", base.block_n)),
+        block_m=int(best.get("block_m", base.block_m)),
+        split_k=2 * split if fine else split,
+        num_warps=int(best.get("num_warps", base.num_warps)),
+        num_stages=int(best.get("num_stages", base.num_stages)),
+        parts=2 if fine_up_to and not fine else 1,
+        pairs=2 if fine else 1,
+        pdl=chip.has_pdl and bool(best.get("pdl", True)),
     )
     while stage_bytes(tile) * tile.num_stages + 2048 > chip.shared_bytes and tile.num_stages > 2:
         tile = replace(tile, num_stages=tile.num_stages - 1)

@@ -57,6 +57,17 @@ def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("k", [1024, 1152, 640])
+def test_a_fine_split_and_a_split_of_two_parts_give_the_same_bits(k: int) -> None:
+    weight = random_weight(64, k, 128)
+    x = random_x(3, k, torch.float16)
+    coarse = op.run_fused(x, weight, Tile(block_m=16, split_k=2, parts=2))
+    fine = op.run_fused(x, weight, Tile(block_m=8, split_k=4, pairs=2))
+    assert torch.equal(coarse, fine)
+    assert relative_error(fine, awq_gemm_ref(x.double(), weight)) < 1e-3
+
+
+@pytest.mark.interpreter
 def test_a_nan_row_stays_alone() -> None:
     weight = random_weight(64, 256, 64)
     x = random_x(4, 256, torch.float16)
@@ -87,10 +98,11 @@ def test_sliced_path_covers_every_column() -> None:
 @pytest.mark.parametrize(("n", "k"), [*SHAPES_8B, (576, 576), (128, 64)])
 def test_the_split_never_depends_on_the_batch(n: int, k: int, chip: Chip) -> None:
     tiles = [choose_launch(m, n, k, chip).tile for m in range(1, 65)]
-    assert len({tile.split_k for tile in tiles if tile is not None}) == 1
+    orders = {(tile.split_k * tile.parts, tile.pairs * tile.parts) for tile in tiles if tile}
+    assert len(orders) == 1
     for m, tile in enumerate(tiles, start=1):
         assert tile is not None and tile.block_m >= m
-        assert tile.split_k <= max(1, -(-k // 128))
+        assert tile.split_k * tile.parts <= max(1, -(-k // 128))
 
 
 def test_large_batches_dequantise_bounded_slices() -> None:

@@ -28,7 +28,7 @@ def split_constexprs(tile: Tile) -> dict[str, Any]:
         "SPLIT_K": tile.split_k,
         "STAGES": tile.num_stages,
         "PDL": tile.pdl,
-        "PREFETCH": tile.prefetch,
+        "PAIRS": tile.pairs,
     }
 
 
@@ -40,11 +40,11 @@ def check(
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize(("m", "groups", "even"), [(1, 1, True), (32, 4, False), (128, 2, True)])
+@pytest.mark.parametrize(("m", "groups", "even"), [(1, 1, True), (64, 4, False)])
 def test_awq_gemm(sm: int, m: int, groups: int, even: bool) -> None:
     tile = awq_gemm.choose_launch(m, N, K, CHIPS[sm]).tile
     assert tile is not None and tile.pdl == (sm >= 90)
-    x, ct = ("*fp16", tl.float16) if m == 32 else ("*bf16", tl.bfloat16)
+    x, ct = ("*fp16", tl.float16) if m == 64 else ("*bf16", tl.bfloat16)
     signature = {
         "x_ptr": x,
         "words_ptr": "*i16",
@@ -56,12 +56,11 @@ def test_awq_gemm(sm: int, m: int, groups: int, even: bool) -> None:
         "stride_xm": "i32",
         **INTEGERS,
     }
-    values = {"GROUPS": groups, "EVEN_K": even, "SCALE": tl.float16, "CT": ct}
+    values = {"GROUPS": groups, "EVEN_K": even, "SCALE": tl.float16, "CT": ct, "PARTS": tile.parts}
     check(awq_gemm.awq_gemm_kernel, signature, values, sm, tile)
 
 
-@pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_dequantise(sm: int) -> None:
+def test_dequantise() -> None:
     signature = {
         "words_ptr": "*i16",
         "meta_ptr": "*i32",
@@ -71,14 +70,14 @@ def test_dequantise(sm: int) -> None:
         "K": "i32",
         "N_padded": "i32",
     }
-    values = {"BLOCK_N": 128, "GROUPS": 2, "SCALE": tl.bfloat16}
-    assert_fits(awq_gemm.dequantise_kernel, signature, values, sm)
+    values = {"BLOCK_N": 32, "GROUPS": 2, "SCALE": tl.bfloat16}
+    assert_fits(awq_gemm.dequantise_kernel, signature, values, 80)
 
 
 @pytest.mark.parametrize("sm", FP8_ARCHITECTURES)
-@pytest.mark.parametrize(("m", "blockwise"), [(1, False), (64, True), (4096, True)])
+@pytest.mark.parametrize(("m", "blockwise"), [(1, False), (4096, True)])
 def test_fp8_gemm(sm: int, m: int, blockwise: bool) -> None:
-    tile = fp8_gemm.choose_launch(m, N, K, CHIPS[sm], blockwise)
+    tile = fp8_gemm.choose_launch(m, N, K, CHIPS[sm], blockwise).tile
     assert tile is not None
     signature = {
         "x_ptr": "*fp8e4nv",
@@ -96,8 +95,9 @@ def test_fp8_gemm(sm: int, m: int, blockwise: bool) -> None:
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize(("m", "blockwise"), [(1, True), (64, False)])
-def test_fp8_weight_only(sm: int, m: int, blockwise: bool) -> None:
+def test_fp8_weight_only(sm: int) -> None:
+    # fp16 and blocks on the first and third chip, bf16 and channels on the others.
+    m, blockwise = (1, True) if sm in (80, 90) else (64, False)
     tile, _ = fp8_weight_only.choose_launch(m, N, K, CHIPS[sm])
     assert tile is not None
     x, ct = ("*fp16", tl.float16) if m == 1 else ("*bf16", tl.bfloat16)
@@ -113,16 +113,21 @@ def test_fp8_weight_only(sm: int, m: int, blockwise: bool) -> None:
     }
     values = {"BLOCKWISE": blockwise, "EVEN_K": False, "CT": ct}
     check(fp8_weight_only.fp8_weight_only_kernel, signature, values, sm, tile)
+
+
+def test_fp8_widen_and_scale() -> None:
     names = {"words_ptr": "*i16", "sw_ptr": "*fp32", "w_ptr": "*bf16", "N": "i32", "K": "i32"}
     rows = {"n_start": "i32", "n_stop": "i32"}
-    widen = {"BLOCK_N": 16, "BLOCKWISE": blockwise}
-    assert_fits(fp8_weight_only.widen_kernel, {**names, **rows}, widen, sm)
+    widen = {"BLOCK_N": 16, "BLOCKWISE": True}
+    assert_fits(fp8_weight_only.widen_kernel, {**names, **rows}, widen, 80)
+    pointers = {"raw_ptr": "*fp32", "sx_ptr": "*fp32", "sw_ptr": "*fp32", "y_ptr": "*bf16"}
+    scale = {"BLOCK": 1024, "PDL": True}
+    assert_fits(fp8_gemm.scale_kernel, {**pointers, "N": "i32", "stride_sx": "i32"}, scale, 90)
 
 
 @pytest.mark.parametrize("sm", FP8_ARCHITECTURES)
-@pytest.mark.parametrize("k", [4096, 14336])
-def test_fp8_quant(sm: int, k: int) -> None:
-    block, warps = fp8_quant.launch_choice(k)
+def test_fp8_quant(sm: int) -> None:
+    block, warps = fp8_quant.launch_choice(4096)
     pointers = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "static_ptr": "*fp32", "x_ptr": "*bf16"}
     common = {**pointers, "K": "i32", "stride_xm": "i32", "upper_bound": "fp32"}
     values: dict[str, Any] = {"BLOCK": block, "GROUP": 128, "STATIC": False, "INTERPRETED": False}
@@ -135,8 +140,8 @@ def test_fp8_quant(sm: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize(("m", "even"), [(1, True), (4, False)])
-def test_bf16_gemv(sm: int, m: int, even: bool) -> None:
+def test_bf16_gemv(sm: int) -> None:
+    m, even = (1, True) if sm in (80, 90) else (4, False)
     launch = bf16_gemv.choose_launch(m, N, K, CHIPS[sm])
     assert launch is not None
     signature = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm, silu
 
 from multilora_kernels import awq_gemm as awq
 from multilora_kernels import fp8_gemm as fp8
@@ -17,7 +17,7 @@ from multilora_kernels import fp8_weight_only as wide
 from multilora_kernels.awq_pack import AwqWeight
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
 from multilora_kernels.bf16_gemv import GemvLaunch, bf16_gemv, run_gemv
-from multilora_kernels.fp8_quant import quantise_rows
+from multilora_kernels.fp8_quant import quantise_rows, rms_norm_quantise, silu_mul_quantise
 from multilora_kernels.launch import Chip, chip_of
 from multilora_kernels.split_k import Tile, bucket_of
 
@@ -163,7 +163,7 @@ def _fp8_case(multiply: Multiply, blockwise: bool) -> Case:
             )
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
-            tile = fp8.choose_launch(m, n, k, _chip(device), blockwise)
+            tile = fp8.choose_launch(m, n, k, _chip(device), blockwise).tile
             chosen = replace(tile or Tile(block_m=bucket_of(m, 16)), **choice)
             return lambda i: fp8.run_split(*rows[i], weights[i], torch.bfloat16, chosen)
 
@@ -246,6 +246,37 @@ def _gemv_case(multiply: Multiply) -> Case:
     )
 
 
+def _norm_case(m: int, k: int) -> Case:
+    def build(device: torch.device) -> Built:
+        count = sets_needed(m * k * 3.0)
+        x = [torch.randn((m, k), device=device, dtype=torch.bfloat16) for _ in range(count)]
+        w = torch.ones(k, device=device, dtype=torch.bfloat16)
+        variants: dict[str, Run] = {
+            "ours": lambda i: rms_norm_quantise(x[i], w, 1e-5),
+            "rms_norm alone": lambda i: rms_norm(x[i], (k,), w, 1e-5),
+            "rms_norm, quantise_rows": lambda i: quantise_rows(rms_norm(x[i], (k,), w, 1e-5)),
+        }
+        return Built(count, variants)
+
+    return Case("rms_norm_quantise", {"M": m, "K": k}, m * k * 3.0, build)
+
+
+def _silu_case(m: int, k: int) -> Case:
+    def build(device: torch.device) -> Built:
+        count = sets_needed(m * k * 5.0)
+        x = [torch.randn((m, 2 * k), device=device, dtype=torch.bfloat16) for _ in range(count)]
+        variants: dict[str, Run] = {
+            "ours": lambda i: silu_mul_quantise(x[i]),
+            "silu, multiply": lambda i: silu(x[i][:, :k]) * x[i][:, k:],
+            "silu, multiply, quantise_rows": lambda i: quantise_rows(
+                silu(x[i][:, :k]) * x[i][:, k:]
+            ),
+        }
+        return Built(count, variants)
+
+    return Case("silu_mul_quantise", {"M": m, "K": k}, m * k * 5.0, build)
+
+
 def _grid(rows: Sequence[int], make: Callable[[Multiply], Case]) -> list[Case]:
     return [make(Multiply(name, m, n, k)) for name, (n, k) in SHAPES.items() for m in rows]
 
@@ -258,4 +289,6 @@ def cases() -> list[Case]:
         *_grid((1, 16, 64, 256, 2048), lambda multiply: _fp8_case(multiply, blockwise=True)),
         *_grid((1, 16, 64, 2048), _weight_only_case),
         *_grid((1, 2, 4), _gemv_case),
+        *(_norm_case(m, 4096) for m in (1, 16, 64, 2048)),
+        *(_silu_case(m, 14336) for m in (1, 16, 64, 2048)),
     ]
