@@ -3,15 +3,15 @@
     out[i] = softmax(scale * q[i] . K_i[lo:n]) V_i[lo:n]    n = seq_lens[i], lo = max(0, n - window)
 
 q, out [B, Hq, D] (bf16, fp16, fp32), pool and page table as in `paged_attention`; out is written
-in place. A program handles the query heads of one KV head and one or more splits of one sequence.
-Splits that are not alone leave a normalised fp32 output and its log-sum-exp; the program that
-arrives last adds them up in the order of the splits.
+in place. A program handles the query heads of one KV head of one sequence, over some consecutive
+splits of its context. Where the splits lie depends on the sequence's own length only. How many of
+them a program takes depends on all lengths, read on the device, so that the launch makes about one
+wave of programs; a sequence whose splits went to several programs leaves partial results, which
+the program that arrives last adds up.
 
-Where the splits lie depends on the sequence's own length only, so a row's bits do not depend on
-the batch. How many consecutive splits a program takes depends on all lengths, read on the device,
-so that the launch makes about one wave of programs; that changes only who computes a split. The
-grid depends on shapes and capacities alone: a captured graph replays for any lengths up to
-`max_seq_len`.
+A row's bits depend on neither: splits are always added from the first to the last, and the running
+maximum is rounded up to an integer power of two, so that rescaling is exact and it does not matter
+where it happens. The grid depends on shapes alone: a captured graph replays for any lengths.
 """
 
 from functools import lru_cache
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 # Rows times KV heads that one launch may have; the arrival counters are allocated once.
 MAX_COUNTERS = 1 << 17
-# Programs past a sequence's splits exit at once but cost about 0.6 ns each (measured, H200).
-MAX_PROGRAMS = 8192
 
 
 @triton.jit
@@ -70,7 +68,8 @@ def _attend_tile(
     v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
     score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
     score = tl.where(seen[None, :], score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1))
+    # An integer: exp2 of a difference of two is exact, and so is every product with it.
+    new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
     p = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
@@ -79,100 +78,96 @@ def _attend_tile(
 
 
 @triton.jit
-def _tokens_of_batch(seq_lens_ptr, window, rows, WINDOWED: tl.constexpr):
-    """Tokens that all rows together attend to."""
-    row = tl.arange(0, 256)
-    # The first 256 rows outside the loop: their load then does not wait for anything.
-    lens = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
+def _cut(tokens, min_split, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tokens of a split, and splits: a function of the row's length alone."""
+    share = tl.cdiv(tl.cdiv(tokens, MAX_SPLITS), BLOCK_N) * BLOCK_N
+    split_tokens = tl.maximum(share, min_split)
+    return split_tokens, tl.maximum(tl.cdiv(tokens, split_tokens), 1)
+
+
+@triton.jit
+def _span(length, window, TOKENS: tl.constexpr, WINDOWED: tl.constexpr):
+    """First token that the row sees, and the start of its page."""
+    low = length * 0
     if WINDOWED:
-        lens = tl.minimum(lens, window)
-    tokens = tl.sum(lens.to(tl.int64), 0)
-    # Summed to a scalar per turn: a loop that carries a tile keeps the compiler from pipelining
-    # the main loop (Triton 3.7).
-    for start in range(256, rows, 256):
-        lens = tl.load(seq_lens_ptr + start + row, mask=start + row < rows, other=0)
-        if WINDOWED:
-            lens = tl.minimum(lens, window)
-        tokens += tl.sum(lens.to(tl.int64), 0)
-    return tokens
+        low = tl.maximum(length - window, 0)
+    return low, low // TOKENS * TOKENS
 
 
 @triton.jit
-def _store_split(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    acc,
-    total,
-    top,
-    split,
-    num_splits,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Leave a split's normalised output and log2-sum-exp; a split that is alone is the result."""
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    at = g[:, None] * HEAD_DIM + d[None, :]
-    part = acc / total[:, None]
-    if num_splits == 1:
-        tl.store(out_ptr + at, part.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + at, part, mask=mask)
-        tl.store(lse_ptr + split * GROUP + g, top + tl.log2(total), mask=g < GROUP)
-
-
-@triton.jit
-def _combine_head(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    num_splits,
-    g,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    """Add up the splits of query head g."""
-    split = tl.arange(0, MAX_SPLITS)
-    used = split < num_splits
-    d = tl.arange(0, BLOCK_D)
-    mask = used[:, None] & (d < HEAD_DIM)[None, :]
-    # .cg: written by other multiprocessors, so never from this one's L1.
-    lse = tl.load(lse_ptr + split * GROUP + g, mask=used, other=float("-inf"), cache_modifier=".cg")
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    at = (split * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
-    part = tl.load(partial_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-    total = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + g * HEAD_DIM + d, total.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+def _fold(acc, total, top, part, part_total, part_top):
+    """Add a later split to the running result; exact but for the two additions."""
+    new_top = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    acc = acc * old[:, None] + part * new[:, None]
+    return acc, total * old + part_total * new, new_top
 
 
 @triton.jit
 def _combine(
     out_ptr,
     partial_ptr,
-    lse_ptr,
+    state_ptr,
     num_splits,
+    BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Add up the splits of every query head of a KV head."""
-    if GROUP <= 8:  # unrolled, so that the loads of all heads are in flight together
-        for g in tl.static_range(GROUP):
-            _combine_head(
-                out_ptr, partial_ptr, lse_ptr, num_splits, g, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
+    """Fold the stored splits of a row and KV head."""
+    g = tl.arange(0, BLOCK_C)
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_C], tl.float32)
+    top = tl.full([BLOCK_C], -1.0e30, tl.float32)
+    for chunk in range(0, num_splits, 8):
+        for ahead in tl.static_range(8):  # unrolled: eight splits' loads are in flight together
+            split = chunk + ahead
+            used = (g < GROUP) & (split < num_splits)
+            at = split * GROUP + g
+            mask = used[:, None] & (d < HEAD_DIM)[None, :]
+            # .cg: written by other multiprocessors, so never from this one's L1.
+            part = tl.load(
+                partial_ptr + at[:, None] * HEAD_DIM + d[None, :],
+                mask=mask,
+                other=0.0,
+                cache_modifier=".cg",
             )
-    else:
-        for g in tl.range(GROUP):
-            _combine_head(
-                out_ptr, partial_ptr, lse_ptr, num_splits, g, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
+            part_top = tl.load(state_ptr + at, mask=used, other=-1.0e30, cache_modifier=".cg")
+            part_total = tl.load(
+                state_ptr + MAX_SPLITS * GROUP + at, mask=used, other=0.0, cache_modifier=".cg"
             )
+            acc, total, top = _fold(acc, total, top, part, part_total, part_top)
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at_out = g[:, None] * HEAD_DIM + d[None, :]
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _plan(
+    seq_lens_ptr,
+    window,
+    rows,
+    slots,
+    min_split,
+    NUM_KV_HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Programs per KV head of every row, for about `slots` programs in all."""
+    row = tl.arange(0, BLOCK_B)
+    length = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
+    _, first = _span(length, window, TOKENS, WINDOWED)
+    tokens = length - first
+    split_tokens, num_splits = _cut(tokens, min_split, MAX_SPLITS, BLOCK_N)
+    wanted = tl.cdiv(tl.sum(tokens.to(tl.int64), 0) * NUM_KV_HEADS, slots).to(tl.int32)
+    per_lane = tl.maximum(tl.cdiv(wanted, split_tokens), 1)
+    return tl.where(row < rows, tl.cdiv(num_splits, per_lane), 0)
 
 
 @triton.jit(do_not_specialize=["window", "rows", "slots", "min_split"])
@@ -181,7 +176,7 @@ def decode_kernel(
     pages_ptr,
     out_ptr,
     partial_ptr,
-    lse_ptr,
+    state_ptr,
     arrived_ptr,
     seq_lens_ptr,
     page_table_ptr,
@@ -196,6 +191,8 @@ def decode_kernel(
     min_split,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -205,72 +202,75 @@ def decode_kernel(
     WINDOWED: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    head = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    lane = tl.program_id(2)
-    length = tl.load(seq_lens_ptr + row)
-    low = 0
-    if WINDOWED:
-        low = tl.maximum(length - window, 0)
-    first = low // TOKENS * TOKENS
-    # The cut is a function of this row's length alone: min_split tokens, or 1/MAX_SPLITS of it.
-    share = tl.cdiv(tl.cdiv(length - first, MAX_SPLITS), BLOCK_N) * BLOCK_N
-    split_tokens = tl.maximum(share, min_split)
-    num_splits = tl.maximum(tl.cdiv(length - first, split_tokens), 1)
-    # Consecutive splits to a program, so that the whole batch makes about `slots` programs.
-    tokens = _tokens_of_batch(seq_lens_ptr, window, rows, WINDOWED)
-    wanted = tl.cdiv(tokens * NUM_KV_HEADS, slots * split_tokens.to(tl.int64)).to(tl.int32)
-    per_lane = tl.maximum(wanted, tl.cdiv(num_splits, tl.num_programs(2)))
-    first_split = lane * per_lane
-    if first_split >= num_splits:
-        return
-
+    lanes_of = _plan(
+        seq_lens_ptr, window, rows, slots, min_split,
+        NUM_KV_HEADS, TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
+    )  # fmt: skip
+    lane_end = tl.cumsum(lanes_of, 0)
+    num_items = tl.sum(lanes_of, 0) * NUM_KV_HEADS
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     in_head = g[:, None] * HEAD_DIM + d[None, :]
-    row_head = row * NUM_KV_HEADS + head
-    out_ptr += row_head * (GROUP * HEAD_DIM)
-    partial_ptr += row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
-    lse_ptr += row_head * (MAX_SPLITS * GROUP)
-    q = tl.load(
-        q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head, mask=q_mask, other=0.0
-    ).to(COMPUTE)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    if length == 0:  # a padding row of a captured graph
-        tl.store(out_ptr + in_head, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
-    begin = first + first_split * split_tokens
-    end = tl.minimum(begin + per_lane * split_tokens, length)
-    # One loop over the tiles of all its splits: loads run ahead across the end of a split.
-    for start in range(begin, end, BLOCK_N):
-        acc, total, top = _attend_tile(
-            q, acc, total, top, pages_ptr + layer_start + head * (TOKENS * HEAD_DIM),
-            page_table_ptr + row * stride_table, start, end, low, page_elements, scale_log2,
-            HEAD_DIM, BLOCK_D, NUM_KV_HEADS * TOKENS * HEAD_DIM, TOKENS, BLOCK_N, WINDOWED, COMPUTE,
-        )  # fmt: skip
-        after = start + BLOCK_N - first
-        if (after % split_tokens == 0) | (start + BLOCK_N >= end):
-            _store_split(
-                out_ptr, partial_ptr, lse_ptr, acc, total, top, (after - 1) // split_tokens,
-                num_splits, GROUP, BLOCK_G, HEAD_DIM, BLOCK_D,
-            )  # fmt: skip
-            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-            total = tl.zeros([BLOCK_G], tl.float32)
-            top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    # Nearly always one turn: the grid has a program per item unless lengths differ widely.
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        head = item % NUM_KV_HEADS
+        place = item // NUM_KV_HEADS
+        passed = lane_end <= place
+        row = tl.sum(passed.to(tl.int32), 0).to(tl.int64)
+        lane = place - tl.sum(tl.where(passed, lanes_of, 0), 0)
+        lanes = tl.sum(tl.where(tl.arange(0, BLOCK_B) == row, lanes_of, 0), 0)
+        length = tl.load(seq_lens_ptr + row)
+        low, first = _span(length, window, TOKENS, WINDOWED)
+        split_tokens, num_splits = _cut(length - first, min_split, MAX_SPLITS, BLOCK_N)
+        per_lane = tl.cdiv(num_splits, lanes)
+        begin = first + lane * per_lane * split_tokens
+        end = tl.minimum(begin + per_lane * split_tokens, length)
 
-    if num_splits > 1:
-        tl.debug_barrier()  # every thread's stores before the one thread's release
-        mine = tl.minimum(per_lane, num_splits - first_split)
-        arrived = mine
-        if mine < num_splits:
-            arrived += tl.atomic_add(arrived_ptr + row_head, mine, sem="acq_rel")
-        if arrived == num_splits:
-            tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
-            _combine(
-                out_ptr, partial_ptr, lse_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS
-            )
+        row_head = row * NUM_KV_HEADS + head
+        part_ptr = partial_ptr + row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
+        head_state_ptr = state_ptr + row_head * (2 * MAX_SPLITS * GROUP)
+        q_at = q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
+        q = tl.load(q_at, mask=q_mask, other=0.0).to(COMPUTE)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        top = tl.full([BLOCK_G], -1.0e30, tl.float32)
+        part, part_total, part_top = acc, total, top
+        # One loop over the tiles of all its splits: loads run ahead across the end of a split.
+        for start in range(begin, end, BLOCK_N):
+            part, part_total, part_top = _attend_tile(
+                q, part, part_total, part_top,
+                pages_ptr + layer_start + head * (TOKENS * HEAD_DIM),
+                page_table_ptr + row * stride_table, start, end, low, page_elements, scale_log2,
+                HEAD_DIM, BLOCK_D, NUM_KV_HEADS * TOKENS * HEAD_DIM, TOKENS, BLOCK_N, WINDOWED,
+                COMPUTE,
+            )  # fmt: skip
+            after = start + BLOCK_N - first
+            if (after % split_tokens == 0) | (start + BLOCK_N >= end):
+                if lanes > 1:
+                    at = (after - 1) // split_tokens * GROUP
+                    tl.store(part_ptr + at * HEAD_DIM + in_head, part, mask=q_mask)
+                    tl.store(head_state_ptr + at + g, part_top, mask=g < GROUP)
+                    at += MAX_SPLITS * GROUP
+                    tl.store(head_state_ptr + at + g, part_total, mask=g < GROUP)
+                acc, total, top = _fold(acc, total, top, part, part_total, part_top)
+                part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+                part_total = tl.zeros([BLOCK_G], tl.float32)
+                part_top = tl.full([BLOCK_G], -1.0e30, tl.float32)
+
+        head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
+        if lanes == 1:
+            # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
+            result = acc / tl.where(total > 0, total, 1.0)[:, None]
+            tl.store(head_out_ptr + in_head, result.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            tl.debug_barrier()  # every thread's stores before the one thread's release
+            if tl.atomic_add(arrived_ptr + row_head, 1, sem="acq_rel") == lanes - 1:
+                tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
+                _combine(
+                    head_out_ptr, part_ptr, head_state_ptr, num_splits,
+                    BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+                )  # fmt: skip
 
 
 def decode_key(head_dim: int, group: int, itemsize: int) -> str:
@@ -297,13 +297,10 @@ def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[
     }
 
 
-def lanes_for(num_sequences: int, num_kv_heads: int, max_seq_len: int, min_split: int) -> int:
-    """Programs that share one sequence and KV head: as many as it can have splits, within reason.
-
-    At a captured graph's capacity most of them find no split and exit.
-    """
-    splits = max(1, -(-max_seq_len // min_split))
-    return max(1, min(splits, MAX_PROGRAMS // max(1, num_sequences * num_kv_heads)))
+def decode_workspace_bytes(num_sequences: int, num_heads: int, head_dim: int) -> int:
+    """Device memory for partial results that a decode launch of these shapes allocates."""
+    max_splits = 32  # as in every choice
+    return num_sequences * num_heads * max_splits * (head_dim + 2) * 4
 
 
 @lru_cache(maxsize=16)
@@ -336,20 +333,16 @@ def paged_decode(
     choice = dict(choice)
     slots, min_split = choice.pop("slots"), choice.pop("min_split")
     max_splits = choice["MAX_SPLITS"]
-    capacity = min(batch.max_seq_len, batch.page_table.shape[1] * TOKENS_PER_PAGE)
-    if sliding_window is not None:
-        capacity = min(capacity, sliding_window + TOKENS_PER_PAGE)
-    lanes = min(max_splits, lanes_for(rows, num_kv_heads, capacity, min_split))
     layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
     shape = (rows, num_kv_heads, max_splits, group)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    decode_kernel[(num_kv_heads, rows, lanes)](
+    state = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
+    decode_kernel[(max(slots, rows * num_kv_heads),)](
         q,
         pool.view(q.dtype),
         out,
         partial,
-        lse,
+        state,
         _counters(q.device),
         batch.seq_lens,
         batch.page_table,
@@ -364,6 +357,8 @@ def paged_decode(
         min_split,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
+        BLOCK_B=max(256, triton.next_power_of_2(rows)),
+        BLOCK_C=triton.next_power_of_2(group),
         BLOCK_G=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),

@@ -50,14 +50,20 @@ def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> 
     signature = types_of(
         dtype,
         ("q_ptr", "pages_ptr", "out_ptr"),
-        "partial_ptr:*fp32 lse_ptr:*fp32 arrived_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32"
+        "partial_ptr:*fp32 state_ptr:*fp32 arrived_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32"
         " stride_qt:i32:16 stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32"
         " window:i32 rows:i32 slots:i32 min_split:i32",
     )
     choice = decode_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize)
     warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
     del choice["slots"], choice["min_split"]
-    constants = {**common(*shape), "BLOCK_G": max(16, power_of_2(group)), **choice}
+    constants = {
+        **common(*shape),
+        "BLOCK_G": max(16, power_of_2(group)),
+        "BLOCK_B": 256,
+        "BLOCK_C": power_of_2(group),
+        **choice,
+    }
     assert_fits(decode_kernel, signature, constants, sm, warps, stages)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from multilora_kernels.launch import H200, RTX_4090
 from multilora_kernels.paged_attention import paged_attention
-from multilora_kernels.paged_decode import decode_choice, lanes_for, paged_decode
+from multilora_kernels.paged_decode import decode_choice, paged_decode
 from tests.kernels.attention_cases import (
     TOLERANCE,
     AttentionCase,
@@ -24,7 +24,10 @@ CHOICE = {
     "num_warps": 4,
     "num_stages": 2,
 }
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Every window in fp32, the other dtypes without and with one: the interpreter is slow.
+WINDOWS = [(torch.float32, window) for window in (None, 1, 8, 16, 37, 300)]
+WINDOWS += [(dtype, window) for dtype in (torch.float16, torch.bfloat16) for window in (None, 37)]
+HEADS = [((1, 1), 16), ((6, 2), 48), ((7, 1), 80), ((20, 1), 128), ((8, 8), 256)]
 
 
 def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
@@ -46,50 +49,44 @@ def check(case: AttentionCase, out: torch.Tensor, window: int | None = None) -> 
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("window", [None, 1, 8, 16, 37, 300])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "window"), WINDOWS, ids=str)
 def test_decode_interpreted(dtype: torch.dtype, window: int | None) -> None:
     """Contexts of one token, of whole and broken pages, of one split and of the capped number."""
-    case = attention_case([(1, n) for n in (1, 16, 17, 32, 33, 100, 150)], dtype=dtype)
+    case = attention_case([(1, n) for n in (1, 16, 33, 64, 150)], dtype=dtype)
     check(case, run_decode(case, window), window)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("head_dim", [16, 48, 80, 128, 256])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 8), (20, 1)], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
 def test_decode_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -> None:
     case = attention_case([(1, 21), (1, 70)], heads=heads, head_dim=head_dim)
     check(case, run_decode(case))
 
 
 @pytest.mark.interpreter
-def test_decode_rows_alone_and_lanes_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decode_rows_alone_and_lanes_interpreted() -> None:
     """A row alone, and any division of a row's splits over programs: the same bits."""
     case = attention_case([(1, n) for n in (33, 0, 150, 64)])
     together = run_decode(case)
     assert torch.equal(together[1], torch.zeros_like(together[1]))
     for index in range(4):
         assert torch.equal(run_decode(case.row(index))[0], together[index]), index
-    for slots in (1, 5, 1000):
+    for slots in (1, 12):
         assert torch.equal(run_decode(case, slots=slots), together), slots
-    monkeypatch.setattr("multilora_kernels.paged_decode.MAX_PROGRAMS", 1)
-    assert torch.equal(run_decode(case), together)
     assert torch.equal(run_decode(case), together)  # the counters were left at zero
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("window", [None, 1, 8, 16, 37, 90])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "window"), WINDOWS, ids=str)
 def test_mixed_batch_interpreted(dtype: torch.dtype, window: int | None) -> None:
     """Decode rows, first chunks and chunks against a cached prefix in one batch."""
-    lens = [(1, 30), (1, 5), (5, 5), (7, 20), (40, 40), (33, 120), (2, 17)]
+    lens = [(1, 30), (5, 5), (7, 20), (40, 40), (33, 120)]
     case = attention_case(lens, dtype=dtype)
     check(case, run(case, window), window)
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("head_dim", [16, 48, 80, 128, 256])
-@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 1), (20, 1)], ids=str)
+@pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
 def test_prefill_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -> None:
     case = attention_case([(21, 21), (4, 70)], heads=heads, head_dim=head_dim)
     check(case, run(case))
@@ -119,13 +116,6 @@ def test_query_slice_of_packed_projection_interpreted() -> None:
     packed = torch.randn(10, case.q.shape[1] + 4, case.q.shape[2])
     packed[:, : case.q.shape[1]] = case.q
     check(case, run(replace(case, q=packed[:, : case.q.shape[1]])))
-
-
-def test_lanes_are_bounded() -> None:
-    """A batch of many rows does not launch a program per split of the largest context."""
-    assert lanes_for(1, 8, 131072, 256) == 512
-    assert lanes_for(256, 8, 131072, 256) == 4
-    assert lanes_for(4096, 8, 131072, 256) == 1
 
 
 def test_decode_choice_is_a_function_of_shapes() -> None:
