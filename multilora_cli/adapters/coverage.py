@@ -7,8 +7,8 @@ names tensor, found and expected.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from functools import lru_cache
+from typing import NamedTuple, NoReturn
 
 from multilora_cli.adapters.module_pattern import matches_key
 from multilora_cli.adapters.peft_config import AdapterConfig
@@ -55,8 +55,7 @@ _UNSUPPORTED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleWeights:
+class ModuleWeights(NamedTuple):
     """The two factors of one projection in one layer, and alpha / r (or alpha / sqrt(r))."""
 
     lora_a: TensorEntry  # [rank, d_in]
@@ -65,8 +64,7 @@ class ModuleWeights:
     scaling: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
+class _Name(NamedTuple):
     """A tensor name taken apart."""
 
     prefix: str
@@ -357,10 +355,13 @@ class Coverage:
                     yield field, key
 
 
+# A fleet's adapters share their names, so taking names apart is paid for once.
+@lru_cache(maxsize=65536)
 def _path(prefix: str, layer: int, module: str) -> str:
     return f"{prefix}layers.{layer}.{_BLOCKS[module]}.{module}"
 
 
+@lru_cache(maxsize=65536)
 def _parse(name: str) -> _Name | None:
     match = _NAME.fullmatch(name)
     if match is None or _BLOCKS.get(match["module"]) != match["block"]:

@@ -66,8 +66,7 @@ def build_image(
     all_zero = True
     with _Reader(adapter) as reader:
         for layer, module, weights in _in_file_order(adapter):
-            lora_a = reader.read(weights.lora_a).to(dtype)
-            _place_a(blocks[layer, module, "a"], lora_a, weights.rank, out)
+            _fill_a(reader, weights, blocks[layer, module, "a"], dtype, out)
             lora_b = reader.read(weights.lora_b)
             all_zero = all_zero and not lora_b.any()
             scaled = _scaled(lora_b, weights.scaling, dtype)
@@ -86,7 +85,6 @@ class _Reader:
         self._stack = ExitStack()
         largest = max(max(w.lora_a.nbytes, w.lora_b.nbytes) for w in adapter.weights.values())
         self._scratch = torch.empty(largest, dtype=torch.uint8)
-        self._view = self._scratch.numpy().data
 
     def __enter__(self) -> "_Reader":
         with self._stack:
@@ -114,12 +112,16 @@ class _Reader:
             except SafetensorsError:
                 raise changed(identity) from None
 
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor in its own dtype and shape; valid until the next read."""
+    def read_bytes(self, entry: TensorEntry, start: int, target: torch.Tensor) -> None:
+        """Fill `target`, uint8 [n], with the tensor's bytes from `start` on."""
         try:
-            self._files[entry.file].read_into(entry.offset, self._view[: entry.nbytes])
+            self._files[entry.file].read_into(entry.offset + start, target.numpy().data)
         except SafetensorsError as error:
             raise AdapterError(error.message, reason=error.reason, field=entry.name) from None
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor in its own dtype and shape; valid until the next read."""
+        self.read_bytes(entry, 0, self._scratch[: entry.nbytes])
         raw = self._scratch[: entry.nbytes].view(_FILE_DTYPES[entry.dtype]).view(entry.shape)
         return raw.float() if entry.dtype == "F64" else raw
 
@@ -143,7 +145,31 @@ def _blocks_by_matrix(plan: ImagePlan) -> Mapping[_Matrix, list[Block]]:
 def _scaled(lora_b: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
     if scaling == 1.0:
         return lora_b.to(dtype)
-    return torch.mul(lora_b.float(), scaling).to(dtype)
+    if lora_b.dtype == dtype:  # a product with a number is computed in float32 and rounded once
+        return lora_b.mul(scaling)
+    return lora_b.float().mul(scaling).to(dtype)
+
+
+def _fill_a(
+    reader: _Reader,
+    weights: ModuleWeights,
+    blocks: list[Block],
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
+    """Straight from the file where its bytes are the image's, else through the scratch buffer."""
+    entry = weights.lora_a
+    rank, d_in = entry.shape
+    whole = all(
+        block.length == d_in and block.rank_start + block.rank_width <= rank for block in blocks
+    )
+    if not whole or _FILE_DTYPES[entry.dtype] != dtype:
+        _place_a(blocks, reader.read(entry).to(dtype), rank, out)
+        return
+    row_bytes = d_in * dtype.itemsize
+    for block in blocks:
+        target = out[block.page, block.offset : block.offset + block.rank_width * row_bytes]
+        reader.read_bytes(entry, block.rank_start * row_bytes, target)
 
 
 def _place_a(blocks: list[Block], lora_a: torch.Tensor, rank: int, out: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
@@ -128,12 +129,13 @@ def _of_pattern(pattern: Mapping[str, _T], path: str, default: _T) -> _T:
 
 def _named(names: frozenset[str], path: str) -> bool:
     """Whether `path` or one of its ends after a dot is in `names`."""
-    rest = path
-    while rest:
-        if rest in names:
-            return True
-        rest = rest.partition(".")[2]
-    return False
+    return not names.isdisjoint(_ends(path))
+
+
+@lru_cache(maxsize=65536)
+def _ends(path: str) -> tuple[str, ...]:
+    parts = path.split(".")
+    return tuple(".".join(parts[start:]) for start in range(len(parts)))
 
 
 def parse_config(raw: bytes, where: str) -> AdapterConfig:

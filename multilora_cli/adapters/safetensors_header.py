@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from multilora_cli.adapters.strict_json import JsonError, parse_json, quoted
 from multilora_cli.errors import BadInput
@@ -77,8 +77,7 @@ class FileIdentity:
         return (self.device, self.inode, self.size, self.mtime_ns, self.ctime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor in a file: `offset` and `nbytes` are absolute and lie within the file."""
 
     name: str
