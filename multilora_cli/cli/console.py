@@ -123,7 +123,7 @@ class Console:
             return
         if not self.interactive:
             for name, fact in rows.items():
-                self.line(f"{name}: {fact}")
+                self.line(f"{name}: " + "; ".join(fact.splitlines()))
             return
         from rich.panel import Panel
         from rich.table import Table

@@ -1,5 +1,6 @@
 """From a fleet file to what the two processes are started with. No torch in this process."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,11 +108,21 @@ def _register(
     return tuple(failures)
 
 
+def _secret(reference: str, loaded: LoadedFleet) -> str:
+    """The secret, taken out of this process's environment so that no child inherits it."""
+    value = resolve_secret(reference, loaded.folder)
+    kind, _, name = reference.partition(":")
+    if kind == "env":
+        os.environ.pop(name, None)
+    return value
+
+
 def _server_config(
     loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, adapters: Sequence[Adapter]
 ) -> ServerConfig:
     server = loaded.fleet.server
-    admin = server.admin_key
+    references = {*server.api_keys, *([server.admin_key] if server.admin_key else [])}
+    secrets = {reference: _secret(reference, loaded) for reference in sorted(references)}
     return ServerConfig(
         base_name=loaded.fleet.base.served_name,
         base_path=folder,
@@ -119,9 +130,8 @@ def _server_config(
         eos_token_ids=geometry.eos_token_ids,
         host=server.host,
         port=server.port,
-        api_keys=tuple(resolve_secret(key, loaded.folder) for key in server.api_keys),
-        admin_key=None if admin is None else resolve_secret(admin, loaded.folder),
-        adapter_roots=_roots(loaded),
+        api_keys=tuple(secrets[key] for key in server.api_keys),
+        admin_key=secrets[server.admin_key] if server.admin_key else None,
     )
 
 
