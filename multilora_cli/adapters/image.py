@@ -69,8 +69,7 @@ def build_image(
             _fill_a(reader, weights, blocks[layer, module, "a"], dtype, out)
             lora_b = reader.read(weights.lora_b)
             all_zero = all_zero and not lora_b.any()
-            scaled = _scaled(lora_b, weights.scaling, dtype)
-            _place_b(blocks[layer, module, "b"], scaled, weights.rank, out)
+            _place_b(blocks[layer, module, "b"], lora_b, weights.scaling, dtype, out)
         if check_values and not _all_finite(out, dtype):
             raise _not_finite(adapter, reader, dtype)
     return ("every lora_B is zero: answers equal the base's",) if all_zero else ()
@@ -143,8 +142,6 @@ def _blocks_by_matrix(plan: ImagePlan) -> Mapping[_Matrix, list[Block]]:
 
 
 def _scaled(lora_b: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    if scaling == 1.0:
-        return lora_b.to(dtype)
     if lora_b.dtype == dtype:  # a product with a number is computed in float32 and rounded once
         return lora_b.mul(scaling)
     return lora_b.float().mul(scaling).to(dtype)
@@ -183,13 +180,26 @@ def _place_a(blocks: list[Block], lora_a: torch.Tensor, rank: int, out: torch.Te
             view[real:] = 0
 
 
-def _place_b(blocks: list[Block], lora_b: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-    """Blocks [length][rank_width] from lora_b [d_out, rank]."""
+def _place_b(
+    blocks: list[Block],
+    lora_b: torch.Tensor,
+    scaling: float,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
+    """Blocks [length][rank_width] from scaling * lora_b [d_out, rank]."""
+    rank = lora_b.shape[1]
+    direct = lora_b.dtype == dtype
+    scaled = lora_b if direct else _scaled(lora_b, scaling, dtype)
     for block in blocks:
-        view = _block_view(block, lora_b.dtype, out).view(block.length, block.rank_width)
+        view = _block_view(block, dtype, out).view(block.length, block.rank_width)
         real = min(block.rank_width, rank - block.rank_start)
-        rows = lora_b[block.start : block.start + block.length]
-        view[:, :real] = rows[:, block.rank_start : block.rank_start + real]
+        rows = scaled[block.start : block.start + block.length]
+        part = rows[:, block.rank_start : block.rank_start + real]
+        if direct:
+            torch.mul(part, scaling, out=view[:, :real])
+        else:
+            view[:, :real] = part
         if real < block.rank_width:
             view[:, real:] = 0
 
