@@ -7,7 +7,7 @@ from multilora_cli.engine.messages import Delta, Fault
 from multilora_cli.engine.scheduler import Scheduler
 from multilora_cli.engine.sequence import Sequence, Status
 from multilora_cli.memory.kv_cache import KVCache
-from multilora_cli.memory.prefix_cache import extend_keys
+from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, extend_keys
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +32,37 @@ class Answers:
             try:
                 if result.error is not None:
                     self._fail(row, result.error)
+                elif row.length == 1 and row.sequence.has_answered and result.sampled[0].finite:
+                    deltas.append(self._take_decode(row.sequence, result.sampled[0]))
                 else:
                     deltas += self._take_row(row, result)
             except Exception as error:
                 _log.exception("request %d: its results failed", row.sequence.request_id)
                 self._fail(row, f"{type(error).__name__}: {error}")
         return deltas
+
+    def _take_decode(self, sequence: Sequence, sampled: Sampled) -> Delta:
+        """What almost every row is: one more token of an answer under way."""
+        sequence.num_computed += 1
+        if sequence.num_computed % BLOCK_TOKENS == 0:
+            self._publish(sequence)
+        sequence.tokens.append(sampled.token_id)
+        self.generated_tokens += 1
+        reason = sequence.finish_reason()
+        if reason is not None:
+            self._scheduler.retire(sequence)
+        logprobs = None if sampled.logprobs is None else [sampled.logprobs]
+        return Delta(
+            sequence.request_id,
+            sequence.index,
+            [sampled.token_id],
+            logprobs=logprobs,
+            finish_reason=reason,
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        extend_keys(sequence.keys, sequence.root, sequence.tokens)
+        self._kv.publish(sequence.seq_id, sequence.keys, sequence.num_computed)
 
     def _take_row(self, row: ScheduledRow, result: RowResult) -> list[Delta]:
         sequence = row.sequence
@@ -46,8 +71,7 @@ class Answers:
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs += result.prompt_logprobs
         if all(sampled.finite for sampled in result.sampled):
-            extend_keys(sequence.keys, sequence.root, sequence.tokens)
-            self._kv.publish(sequence.seq_id, sequence.keys, sequence.num_computed)
+            self._publish(sequence)
         if not row.samples:
             return self._end_of_prompt(sequence) if sequence.remaining == 0 else []
         # Children first: the pages they share are the parent's, which may end with this token.

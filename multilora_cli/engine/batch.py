@@ -43,7 +43,7 @@ class BatchBuilder:
         starts = np.array([row.start for row in rows], dtype=np.int64)
         ends = np.cumsum(lengths)
         positions = _ranges(starts, lengths)
-        token_ids = np.concatenate([_tokens(row) for row in rows])
+        token_ids = _token_ids(rows)
         page_table = _page_table(rows)
         owners = np.repeat(np.arange(len(rows)), lengths)
         pages = page_table[owners, positions // BLOCK_TOKENS]
@@ -65,9 +65,7 @@ class BatchBuilder:
             table=self._table,
             segments=self._segments,
         )
-        return StepTensors(
-            self._on(token_ids.astype(np.int64)), self._on(positions), context, ends - 1
-        )
+        return StepTensors(self._on(token_ids), self._on(positions), context, ends - 1)
 
     def _on(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """`array` on the device, in stream order."""
@@ -84,9 +82,14 @@ def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> np
     return positions + np.arange(len(positions))
 
 
-def _tokens(row: ScheduledRow) -> Ints:
-    """The row's tokens. The slice is a copy: an exported array could not grow."""
-    return np.frombuffer(row.sequence.tokens[row.start : row.start + row.length], dtype=np.int32)
+def _token_ids(rows: Rows[ScheduledRow]) -> npt.NDArray[np.int64]:
+    """The tokens of every row. Slices are copies: an exported array could not grow."""
+    single = [row.sequence.tokens[row.start] for row in rows if row.length == 1]
+    longer = [
+        np.frombuffer(row.sequence.tokens[row.start : row.start + row.length], dtype=np.int32)
+        for row in rows[len(single) :]
+    ]
+    return np.concatenate([np.array(single, dtype=np.int64), *longer])
 
 
 def _page_table(rows: Rows[ScheduledRow]) -> Ints:

@@ -23,6 +23,7 @@ _CPU_SHARE = 4  # a quarter of what is free
 _CUDA_MARGIN = 512 * 2**20  # context growth and fragmentation beside what is planned
 # Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
 _BLOCKS_PER_PAGE = 16
+_DRIVER = Path("/proc/driver/nvidia/version")
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -41,9 +42,21 @@ class Allocation:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `auto`, `cpu` or `cuda:N`. Raises BadInput."""
+    """The device of `auto`, `cpu` or `cuda:N`. Raises BadInput.
+
+    `auto` is never a silent CPU: a driver that torch cannot use is an error.
+    """
+    if name == "auto" and torch.cuda.is_available():
+        return torch.device("cuda:0")
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        if _DRIVER.exists():
+            driver = " ".join(_DRIVER.read_text().splitlines()[0].split()[-5:])
+            raise BadInput(
+                f"memory.device: torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use"
+                f" the NVIDIA device of this machine; its driver is {driver}",
+                hint="install a torch wheel for that driver, or set memory.device: cpu",
+            )
+        return torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:

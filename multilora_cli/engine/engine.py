@@ -37,9 +37,11 @@ from multilora_cli.engine.scheduler import Scheduler
 from multilora_cli.engine.sequence import Sequence, Status
 from multilora_cli.memory.kv_cache import KVCache, pages_for
 from multilora_cli.memory.page_pool import PagePool, PageUse
-from multilora_cli.memory.prefix_cache import PrefixCache, root_key
+from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, PrefixCache, root_key
 
 _log = logging.getLogger(__name__)
+
+_LEARN_TOKENS = 128  # a smaller step says more about its overhead than about its tokens
 
 
 class Runner(Protocol):
@@ -105,9 +107,17 @@ class Engine:
         parts.kv.copies_launched()
         parts.pool.clock.complete(step)
         self._steps += 1
+        self._learn_cost(batch, time.perf_counter() - started)
         deltas = self._answers.take(batch, results)
         self._step_s += time.perf_counter() - started
         return deltas
+
+    def _learn_cost(self, batch: ScheduledBatch, step_s: float) -> None:
+        """What a cached block is worth follows from how fast prompts are computed here."""
+        prefixes = self.parts.prefixes
+        if prefixes is not None and batch.num_tokens >= _LEARN_TOKENS:
+            block_s = step_s * BLOCK_TOKENS / batch.num_tokens
+            prefixes.block_s += 0.1 * (block_s - prefixes.block_s)
 
     @property
     def idle_wait_s(self) -> float | None:

@@ -80,6 +80,7 @@ class ModelRunner:
             outcome = self._run_rows([row for _, row in rows])
         except Exception as error:
             _log.exception("a step of %d rows failed", len(rows))
+            self._check_device()
             if len(rows) == 1:
                 results[rows[0][0]] = RowResult(error=_describe(error))
                 return
@@ -89,6 +90,11 @@ class ModelRunner:
         middle = len(rows) // 2
         self._run_isolated(rows[:middle], results)
         self._run_isolated(rows[middle:], results)
+
+    def _check_device(self) -> None:
+        """After a fault on the device itself nothing works any more: let the process end."""
+        if self._pool.is_cuda:
+            torch.cuda.synchronize(self._pool.device)
 
     @torch.inference_mode()
     def _run_rows(self, rows: Rows[ScheduledRow]) -> list[RowResult]:

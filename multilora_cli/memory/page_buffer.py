@@ -11,7 +11,8 @@ class PageBuffer:
     """The device tensor `pages`, uint8 [num_pages, page_bytes]."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
-        self.pages = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        # Never read before it is written, and not touched here: a CPU pays for pages it uses.
+        self.pages = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
 
     @property
     def nbytes(self) -> int:

@@ -109,6 +109,8 @@ class PrefixCache:
         """The last sequence that held the cached `page` let go of it."""
         block = self._by_page[page]
         block.idle = True
+        uses = decayed(block.uses, self._now() - block.used_at)
+        block.score = self._rule.score(uses, self.block_s, 1)
         self._idle += 1
         self._pool.mark(page, PageUse.CACHED)
         self._offer(block)
@@ -166,12 +168,10 @@ class PrefixCache:
             raise IntegrityError("idle blocks are miscounted")
 
     def _offer(self, block: _Block) -> None:
-        """Put an idle end of a chain into the heap."""
+        """Put an idle end of a chain into the heap, with the score of its last use."""
         if block.idle and not block.children:
             self._ticket += 1
             block.ticket = self._ticket
-            uses = decayed(block.uses, self._now() - block.used_at)
-            block.score = self._rule.score(uses, self.block_s, 1)
             heapq.heappush(self._heap, (block.score, block.ticket, block.key))
             if len(self._heap) > 4 * len(self._blocks) + 64:
                 self._sweep()

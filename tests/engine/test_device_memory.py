@@ -1,0 +1,109 @@
+"""How the device's memory is cut, and copies into the pool."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilora_cli.engine import device_memory
+from multilora_cli.engine.assemble import build_engine
+from multilora_cli.engine.config import EngineConfig
+from multilora_cli.engine.device_memory import choose_device, choose_dtype, plan_memory
+from multilora_cli.engine.page_copier import PageCopier
+from multilora_cli.errors import BadInput, MloraError, Refused
+from multilora_cli.memory.page_buffer import PageBuffer
+from multilora_cli.sizing.geometry import read_geometry
+from tests.engine.conftest import SignatureFleet
+from tests.engine.engine_kit import F2_PAGE
+
+
+def test_pool_bytes_are_what_is_asked_for(fleet: SignatureFleet) -> None:
+    config = EngineConfig(model_path=str(fleet.base), pool_bytes=100 * F2_PAGE + 5)
+    plan = plan_memory(config, read_geometry(fleet.base)).plan
+    assert (plan.num_pages, plan.page_bytes) == (100, F2_PAGE)
+
+
+def test_default_on_a_cpu_is_a_quarter_of_free_memory_at_most_two_gib(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, geometry = EngineConfig(model_path=str(fleet.base)), read_geometry(fleet.base)
+    for free, pool in ((2**30, 2**28), (2**40, 2**31)):
+        monkeypatch.setattr(device_memory, "free_host_bytes", lambda free=free: free)
+        plan = plan_memory(config, geometry).plan
+        assert plan.pool == pool // F2_PAGE * F2_PAGE
+
+
+def test_device_bytes_hold_everything(fleet: SignatureFleet) -> None:
+    config = EngineConfig(model_path=str(fleet.base), device_bytes=200 * 2**20)
+    plan = plan_memory(config, read_geometry(fleet.base)).plan
+    assert sum(plan.parts().values()) <= 200 * 2**20 < sum(plan.parts().values()) + 2 * F2_PAGE
+
+
+def test_a_base_that_does_not_fit_is_refused_with_numbers(fleet: SignatureFleet) -> None:
+    config = EngineConfig(model_path=str(fleet.base), device_bytes=2**20)
+    with pytest.raises(Refused, match="does not fit"):
+        build_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"device": "tpu"}, "memory.device"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"max_model_len": 5000}, "max_model_len"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    fleet: SignatureFleet, how: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        build_engine(EngineConfig(model_path=str(fleet.base), pool_bytes=2**22, **how))
+
+
+def test_a_driver_that_torch_cannot_use_is_never_a_silent_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto").type == "cpu" or device_memory._DRIVER.exists()
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95  Release Build\n")
+    monkeypatch.setattr(device_memory, "_DRIVER", driver)
+    with pytest.raises(BadInput, match=r"580\.95"):
+        choose_device("auto")
+    assert choose_device("cpu").type == "cpu"
+    with pytest.raises(MloraError, match="no CUDA device"):
+        choose_device("cuda:0")
+
+
+def test_dtypes() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert choose_dtype("auto", cpu) is torch.float32
+    assert choose_dtype("auto", cuda) is torch.bfloat16
+    assert choose_dtype("float16", cuda) is torch.float16
+
+
+class _Image:
+    def __init__(self, pages: torch.Tensor) -> None:
+        self.pages = pages
+
+
+def test_copies_reach_their_pages_and_no_other() -> None:
+    buffer = PageBuffer(8, 64, torch.device("cpu"))
+    buffer.poison_all()
+    image = _Image(torch.arange(3 * 64, dtype=torch.uint8).view(3, 64))
+    assert PageCopier(buffer.pages).start(image, [5, 2, 3]).done()  # type: ignore[arg-type]
+    for index, page in enumerate((5, 2, 3)):
+        assert torch.equal(buffer.pages[page], image.pages[index])
+    assert (buffer.pages[[0, 1, 4, 6, 7]] == 0xFF).all()
+    buffer.poison([2])
+    assert buffer.pages.view(torch.float32)[2].isnan().all()
+
+
+def test_what_is_allocated_is_what_was_planned(fleet: SignatureFleet) -> None:
+    """Promise 3: plan and engine share one sizing code."""
+    ready = build_engine(
+        EngineConfig(model_path=str(fleet.base), pool_bytes=64 * F2_PAGE, num_threads=1)
+    ).parts.ready
+    for part in ("weights", "pool", "tables"):
+        assert ready.allocated[part] == ready.planned[part]
+    assert ready.notes == []

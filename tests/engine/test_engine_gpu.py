@@ -1,0 +1,55 @@
+"""The engine on a CUDA device: the same answers, loads beside running steps, memory as planned."""
+
+import pytest
+import torch
+
+from tests.engine.conftest import SignatureFleet
+from tests.engine.engine_kit import Rig
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = list(range(5, 65))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_mixed_batch_on_the_device(fleet: SignatureFleet, dtype: str) -> None:
+    rig = Rig(fleet.base, device="cuda:0", dtype=dtype, max_num_batched_tokens=96)
+    signatures = [None, 0, 20, 95, 96, 150, 191, None]
+    requests = {}
+    for i in range(32):
+        k = signatures[i % 8]
+        prompt = list(range(i, i + 8 + 3 * i))
+        request = rig.submit(prompt, None if k is None else fleet.adapter(k), max_tokens=25)
+        requests[request] = (k, prompt[-1])
+    rig.run()
+    for request, (k, last) in requests.items():
+        want = [last + 1 + j for j in range(25)] if k is None else [k + 1] * 25
+        assert rig.answer(request).tokens == want, (k, last)
+
+
+def test_adapters_come_and_go_beside_running_steps(fleet: SignatureFleet) -> None:
+    rig = Rig(fleet.base, device="cuda:0", num_slots=4, pages=64)
+    requests = {}
+    for i in range(120):
+        k = 20 + i % 12
+        requests[rig.submit(PROMPT[: 5 + i % 40], fleet.adapter(k), max_tokens=6)] = k
+        rig.step()
+        if i % 7 == 0:
+            rig.evict(fleet.adapter(20 + i % 12).digest, to="cold", purge_cache=True)
+    rig.run()
+    for request, k in requests.items():
+        assert rig.answer(request).tokens == [k + 1] * 6
+    assert rig.owned_pages() == 0 and rig.references() == 0
+
+
+def test_workspace_stays_within_the_plan(fleet: SignatureFleet) -> None:
+    rig = Rig(fleet.base, device="cuda:0", max_num_batched_tokens=4096, max_num_seqs=64,
+              pages=1024, max_model_len=1024)  # fmt: skip
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for i in range(64):
+        rig.submit([i] * 60, fleet.adapter(i % 16), max_tokens=4)
+    rig.run()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= rig.engine.parts.ready.planned["workspace"]
