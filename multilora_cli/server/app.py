@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +15,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from multilora_cli.adapters.registry import AdapterEntry, Registry
-from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.errors import RequestError
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.auth import KeyRing, Policy
@@ -22,17 +22,17 @@ from multilora_cli.server.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Generate,
     LoadBody,
     TokenizeBody,
     UnloadBody,
 )
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.contract import unavailable
 from multilora_cli.server.docs import docs_page, openapi_document
 from multilora_cli.server.guard import Guard
 from multilora_cli.server.metrics import CONTENT_TYPE, EngineView, Metrics
-from multilora_cli.server.prepare import Texts, check_stream_options
+from multilora_cli.server.prepare import Admitted, Texts, check_stream_options
 from multilora_cli.server.protocol import (
     check_ids,
     model_not_found,
@@ -56,6 +56,7 @@ from multilora_cli.text.tokenizer import load_tokenizer
 
 _INLINE_BYTES = 64 * 2**10  # smaller bodies are parsed on the event loop
 Body = TypeVar("Body", bound=msgspec.Struct)
+Asked = TypeVar("Asked", ChatBody, CompletionBody)
 Result = TypeVar("Result")
 
 
@@ -74,6 +75,7 @@ class Front:
         self.adapters.on_unload.append(self.metrics.adapters.forget)
         self.created = int(time.time())
         self._tasks: set[asyncio.Task[None]] = set()
+        self._large_bodies = 0
         client.on_ready.append(lambda _: self._in_background())
 
     @property
@@ -83,6 +85,21 @@ class Front:
             self.client.check_admission()
             return 0
         return self.client.ready.max_model_len
+
+    @contextmanager
+    def room_for(self, request: Request) -> Iterator[None]:
+        """Bounds what large bodies hold together, while they are read and tokenized."""
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and len(length) < 10 and int(length) <= _INLINE_BYTES:
+            yield
+            return
+        if self._large_bodies >= self.config.limits.max_large_bodies:
+            raise unavailable("server_is_overloaded", "too many large requests at once", 1)
+        self._large_bodies += 1
+        try:
+            yield
+        finally:
+            self._large_bodies -= 1
 
     async def parse(self, request: Request, kind: type[Body]) -> Body:
         """The checked body of a request."""
@@ -94,10 +111,6 @@ class Front:
     async def in_thread(self, function: Callable[[], Result]) -> Result:
         """Run text work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
-
-    async def adapter_of(self, body: Generate) -> AdapterRef | None:
-        """The adapter version that a request is served with."""
-        return await self.adapters.resolve(select_adapter(body, self.config.base_name))
 
     async def answer(self, request: Request, job: Job, *, stream: bool) -> Response:
         """Admit a job and answer it, streamed or whole."""
@@ -177,29 +190,30 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        front = self._front
-        body = await front.parse(request, ChatBody)
-        check_stream_options(body)
-        adapter = await front.adapter_of(body)
-        front.client.check_admission()
-        length, caller = front.max_model_len, caller_of(request)
-        job = await front.in_thread(lambda: front.texts.chat(body, adapter, caller, length))
-        return await front.answer(request, job, stream=body.stream is True)
+        return await self._generate(request, ChatBody, self._front.texts.chat)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
+        return await self._generate(request, CompletionBody, self._front.texts.completion)
+
+    async def _generate(
+        self, request: Request, kind: type[Asked], prepare: Callable[[Asked, Admitted], Job]
+    ) -> Response:
         front = self._front
-        body = await front.parse(request, CompletionBody)
-        check_stream_options(body)
-        adapter = await front.adapter_of(body)
-        front.client.check_admission()
-        length, caller = front.max_model_len, caller_of(request)
-        job = await front.in_thread(lambda: front.texts.completion(body, adapter, caller, length))
+        with front.room_for(request):
+            body = await front.parse(request, kind)
+            check_stream_options(body)
+            adapter = await front.adapters.resolve(select_adapter(body, front.config.base_name))
+            front.client.check_admission()
+            admitted = Admitted(adapter, caller_of(request), front.max_model_len)
+            job = await front.in_thread(lambda: prepare(body, admitted))
         return await front.answer(request, job, stream=body.stream is True)
 
     async def models(self, _: Request) -> Response:
         """GET /v1/models"""
-        cards = [self._card(None), *map(self._card, self._front.adapters.registry.entries())]
+        entries = self._front.adapters.registry.entries()
+        servable = (entry for entry in entries if entry.state == "ready")
+        cards = [self._card(None), *map(self._card, servable)]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -220,12 +234,14 @@ class Routes:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""
-        body = await self._front.parse(request, LoadBody)
+        with self._front.room_for(request):
+            body = await self._front.parse(request, LoadBody)
         return PlainTextResponse(await self._front.adapters.load(body))
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter"""
-        body = await self._front.parse(request, UnloadBody)
+        with self._front.room_for(request):
+            body = await self._front.parse(request, UnloadBody)
         text, freed = await self._front.adapters.unload(body)
         headers = {}
         if freed is not None:
@@ -236,10 +252,11 @@ class Routes:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
         front = self._front
-        body = await front.parse(request, TokenizeBody)
-        self._check_model(body.model)
-        length = front.max_model_len
-        ids = await front.in_thread(lambda: front.texts.tokenize(body, length))
+        with front.room_for(request):
+            body = await front.parse(request, TokenizeBody)
+            self._check_model(body.model)
+            length = front.max_model_len
+            ids = await front.in_thread(lambda: front.texts.tokenize(body, length))
         reply: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": length,
@@ -253,13 +270,14 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
         front = self._front
-        body = await front.parse(request, DetokenizeBody)
-        self._check_model(body.model)
-        ids = body.tokens
-        if ids is None:
-            raise RequestError("tokens: required", param="tokens")
-        check_ids(ids, front.config.vocab_size, "tokens")
-        text = await front.in_thread(lambda: front.texts.tokenizer.decode(ids))
+        with front.room_for(request):
+            body = await front.parse(request, DetokenizeBody)
+            self._check_model(body.model)
+            ids = body.tokens
+            if ids is None:
+                raise RequestError("tokens: required", param="tokens")
+            check_ids(ids, front.config.vocab_size, "tokens")
+            text = await front.in_thread(lambda: front.texts.tokenizer.decode(ids))
         return json_response({"prompt": text})
 
     async def health(self, _: Request) -> Response:

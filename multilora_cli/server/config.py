@@ -12,6 +12,7 @@ class ServerLimits:
     """Bounds that protect the front process. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = 4 * 2**20
+    max_large_bodies: int = 64  # above 64 KiB, or of unknown length, read at the same time
     max_header_bytes: int = 64 * 2**10
     max_headers: int = 100
     max_connections: int = 4096

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -118,6 +118,8 @@ class Metrics:
     """All series of one server."""
 
     def __init__(self, base_name: str, named_adapters: int) -> None:
+        # Without it every counter has a second series, which nobody reads.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.adapters = AdapterTable(named_adapters)
         labels = {"model_name": base_name, "engine": "0"}

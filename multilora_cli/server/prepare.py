@@ -27,6 +27,15 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
+class Admitted:
+    """What was decided about a request before its text is looked at."""
+
+    adapter: AdapterRef | None
+    caller: Caller
+    max_model_len: int
+
+
+@dataclass(frozen=True)
 class Texts:
     """What turns requests into token ids."""
 
@@ -34,29 +43,26 @@ class Texts:
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def chat(
-        self, body: ChatBody, adapter: AdapterRef | None, caller: Caller, max_model_len: int
-    ) -> Job:
+    def chat(self, body: ChatBody, admitted: Admitted) -> Job:
         """The job of a chat completion."""
         if body.messages is None:
             raise _missing("messages")
-        self._check_length(sum(map(_length, body.messages)), max_model_len, "messages")
+        length = sum(map(_length, body.messages))
+        self._check_length(length, admitted.max_model_len, "messages")
         ids = self.conversation(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=self._variables(body),
             add_special=body.add_special_tokens is True,
         )
-        return self._job(_Request("chat", body, adapter, caller, max_model_len), [ids], None)
+        return self._job(_Request("chat", body, admitted), [ids], None)
 
-    def completion(
-        self, body: CompletionBody, adapter: AdapterRef | None, caller: Caller, max_model_len: int
-    ) -> Job:
+    def completion(self, body: CompletionBody, admitted: Admitted) -> Job:
         """The job of a text completion."""
         prompts, texts = [], []
         for prompt in prompts_of(body):
             if isinstance(prompt, str):
-                self._check_length(len(prompt), max_model_len, "prompt")
+                self._check_length(len(prompt), admitted.max_model_len, "prompt")
                 add_special = body.add_special_tokens is not False
                 prompts.append(self.tokenizer.encode(prompt, add_special=add_special))
             else:
@@ -65,7 +71,7 @@ class Texts:
             if body.echo:
                 text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
                 texts.append(text)
-        request = _Request("text", body, adapter, caller, max_model_len)
+        request = _Request("text", body, admitted)
         return self._job(request, prompts, texts if body.echo else None)
 
     def tokenize(self, body: TokenizeBody, max_model_len: int) -> list[int]:
@@ -129,7 +135,7 @@ class Texts:
             raise _too_long(f"at least {at_least}", max_model_len, param)
 
     def _job(self, request: "_Request", prompts: list[list[int]], echo: list[str] | None) -> Job:
-        body, caller = request.body, request.caller
+        body, caller = request.body, request.admitted.caller
         salt = f"{caller.tenant}/{body.cache_salt or ''}"
         submits = []
         for prompt in prompts:
@@ -146,7 +152,7 @@ class Texts:
                     0,
                     prompt,
                     params,
-                    request.adapter,
+                    request.admitted.adapter,
                     body.n or 1,
                     "" if salt == "/" else salt,
                     caller.tenant,
@@ -169,9 +175,9 @@ class Texts:
         param = "messages" if request.kind == "chat" else "prompt"
         if not prompt:
             raise RequestError(f"{param}: found no tokens, expected at least one", param=param)
-        room = request.max_model_len - len(prompt)
+        room = request.admitted.max_model_len - len(prompt)
         if room < (0 if request.body.max_tokens == 0 else 1):
-            raise _too_long(str(len(prompt)), request.max_model_len, param)
+            raise _too_long(str(len(prompt)), request.admitted.max_model_len, param)
         return room
 
     def _rules(self, body: ChatBody | CompletionBody, min_tokens: int) -> TextRules:
@@ -189,18 +195,16 @@ class Texts:
 
     def _frame(self, request: "_Request") -> Frame:
         model = request.body.model or self.config.base_name
-        if request.adapter is not None and model == self.config.base_name:
-            model = request.adapter.name
-        return Frame(request.kind, model, request.adapter, self.config.base_digest)
+        if request.admitted.adapter is not None and model == self.config.base_name:
+            model = request.admitted.adapter.name
+        return Frame(request.kind, model, request.admitted.adapter, self.config.base_digest)
 
 
 @dataclass(frozen=True)
 class _Request:
     kind: Kind
     body: ChatBody | CompletionBody
-    adapter: AdapterRef | None
-    caller: Caller
-    max_model_len: int
+    admitted: Admitted
 
 
 def check_stream_options(body: Generate) -> None:
