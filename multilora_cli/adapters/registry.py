@@ -81,6 +81,14 @@ class ServedBase:
     max_rank: int = 512  # larger adapters are refused
     itemsize: int = 2  # bytes per weight in the compute dtype
     folder: Path | None = None  # its files, to compare copies that PEFT put into an adapter
+    model: str | None = None  # Hub id or folder, to note adapters that name another base
+
+    def notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
+        """A warning where the adapter names a base whose last part differs from this one's."""
+        made_for = adapter.base_model_name
+        if not made_for or not self.model or _last_part(made_for) == _last_part(self.model):
+            return ()
+        return (f"made for {quoted(made_for)}, served on {quoted(self.model)}: shapes fit",)
 
 
 class Registry:
@@ -305,7 +313,7 @@ class Registry:
                 num_bound=len(adapter.weights),
                 num_bytes=adapter.num_weights * self._base.itemsize,
                 base_model_name=adapter.base_model_name,
-                notes=adapter.notes,
+                notes=(*self._base.notes_on(adapter), *adapter.notes),
                 pin=request.pin,
                 priority=request.priority,
             )
@@ -414,6 +422,10 @@ class Registry:
                     del self._reading[key]
                 else:
                     self._reading[key] = (lock, waiting - 1)
+
+
+def _last_part(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].lower()
 
 
 def _check_generation(entry: AdapterEntry | None, expected: int | None) -> None:

@@ -18,10 +18,12 @@ from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters.adapter_oracle import (
     assert_equals_peft,
     built,
+    copy_of,
     edit_config,
     edit_tensors,
     plan_for,
     read,
+    rename_tensors,
 )
 from tests.adapters.malformed import KINDS, Q_A, WEIGHTS, write_good
 from tests.signature import load_base, peft_adapter, tiny_base
@@ -50,6 +52,42 @@ def test_malformed(base: Path, tmp_path: Path, name: str) -> None:
     assert message.isprintable() and len(message) < 700
     assert str(folder) in message  # names the adapter's folder
     assert caught.value.reason
+
+
+def test_a_cfg_06_nothing_binds(base: Path, attention: Path, tmp_path: Path) -> None:
+    """A-CFG-06: no bound tensor is an error with the count, one found and one expected name."""
+    folder = rename_tensors(copy_of(attention, tmp_path / "a"), lambda n: n.replace("layers", "h"))
+    with pytest.raises(AdapterError, match=r"none of 8 tensors.*model\.h\.0.*expected names such"):
+        read(folder, base)
+
+
+def test_a_cfg_22_unknown_field_with_a_value(base: Path, tmp_path: Path) -> None:
+    """A-CFG-22: a field not known here is named as soon as it carries a value, 0 included."""
+    for value in (3, 0, 0.0, "x", True, [0], {"a": None}):
+        folder = write_good(tmp_path / "a", future_field=value)
+        with pytest.raises(AdapterError, match="'future_field': found") as caught:
+            read(folder, base)
+        assert caught.value.reason == "unknown_field"
+
+
+@pytest.mark.parametrize("rank", [0, -1, 7.5, "8", True, None, [4]])
+def test_a_cfg_29_wrong_numbers(base: Path, tmp_path: Path, rank: object) -> None:
+    """A-CFG-29: r 0, negative, broken, text: refused by field name, in patterns too."""
+    for fields, name in (({"r": rank}, "r"), ({"rank_pattern": {"q_proj": rank}}, "rank_pattern")):
+        with pytest.raises(AdapterError, match=f"{name}.*: found .*positive whole number"):
+            read(write_good(tmp_path / name, **fields), base)
+
+
+def test_a_cfg_32_other_formats(base: Path, tmp_path: Path) -> None:
+    """A-CFG-32: another tool's folder, another PEFT method: what was found and expected."""
+    folder = write_good(tmp_path / "a")
+    (folder / "adapter_config.json").unlink()
+    (folder / WEIGHTS).rename(folder / "lora.safetensors")
+    with pytest.raises(AdapterError, match=r"found 'lora\.safetensors'") as caught:
+        read(folder, base)
+    assert "expected PEFT's format: adapter_config.json" in str(caught.value.hint)
+    with pytest.raises(AdapterError, match="peft_type: found 'LOHA', expected LORA"):
+        read(write_good(tmp_path / "b", peft_type="LOHA"), base)
 
 
 def test_regular_expressions_that_explode_are_decided(base: Path, tmp_path: Path) -> None:

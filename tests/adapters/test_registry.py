@@ -299,6 +299,18 @@ def test_load_and_unload_race(registry: Registry, tmp_path: Path) -> None:
     assert len(set(generations)) == len(generations) and not registry._reading
 
 
+def test_a_cfg_20_and_f38_another_base_is_noted(base: Path, tmp_path: Path) -> None:
+    """A-CFG-20, F38: a filled-in base with another last part earns a note; an equal one none."""
+    served = ServedBase(read_geometry(base), "demo", model="acme/Tiny-Llama")
+    registry = Registry(served, relative_to=tmp_path)
+    for index, (name, noted) in enumerate(
+        [("acme/Tiny-Llama", 0), ("/srv/models/tiny-llama/", 0), (None, 0), ("acme/Other", 1)]
+    ):
+        write_good(tmp_path / f"a{index}", base_model_name_or_path=name)
+        notes = add(registry, f"a{index}", f"a{index}").notes
+        assert sum("made for 'acme/Other', served on" in note for note in notes) == noted
+
+
 def test_load_stays_below_the_roots(registry: Registry, tmp_path: Path, base: Path) -> None:
     """A-SEC-01: by the way clients take, with the entry's path the real one."""
     folder = write_good(tmp_path / "a")
