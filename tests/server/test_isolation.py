@@ -5,6 +5,7 @@ import json
 import random
 
 import httpx
+
 from multilora_cli.server.config import ServerLimits
 from tests.fakes import Behaviour, write_adapter
 from tests.server.conftest import InProcess
