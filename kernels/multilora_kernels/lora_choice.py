@@ -33,6 +33,11 @@ class GroupShape:
     chunk: int
 
     @property
+    def y_unit(self) -> int:
+        """Every module begins at a multiple of this many columns of y."""
+        return 8 if all(d_out % 8 == 0 for d_out in self.d_outs) else 1
+
+    @property
     def key(self) -> str:
         """Name of this shape in tuned tables."""
         return f"{self.d_in}>{'+'.join(map(str, self.d_outs))}x{self.itemsize}"
@@ -47,7 +52,9 @@ class LoraChoice:
     k_steps: int
     shrink_warps: int
     shrink_stages: int
+    dot_k: int  # decode, where rows share an adapter: K that one matrix multiply takes
     block_n: int  # columns that one rank tile of an expand program covers
+    n_steps: int  # prefill: blocks of columns that one expand program walks
     rows_n: int  # columns of a decode expand program where rows share an adapter
     expand_warps: int
     shrink_registers: int | None  # cap per thread; None leaves it to the compiler
@@ -107,8 +114,16 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
     block_k = max(16, min(choice.block_k, group.chunk, _power(group.d_in)))
     k_steps = max(1, min(choice.k_steps, group.chunk // block_k, _power(group.d_in) // block_k))
     block_n = max(16, min(choice.block_n, group.chunk, _power(max(group.d_outs))))
-    rows_n = max(16, min(choice.rows_n, group.chunk, _power(max(group.d_outs))))
-    return replace(choice, block_k=block_k, k_steps=k_steps, block_n=block_n, rows_n=rows_n)
+    widest = _power(max(group.d_outs))
+    return replace(
+        choice,
+        block_k=block_k,
+        k_steps=k_steps,
+        dot_k=min(choice.dot_k, block_k * k_steps),
+        block_n=block_n,
+        n_steps=max(1, min(choice.n_steps, group.chunk // block_n, widest // block_n)),
+        rows_n=max(16, min(choice.rows_n, group.chunk, widest)),
+    )
 
 
 def _power(value: int) -> int:
@@ -128,7 +143,9 @@ def _decode(chip: Chip) -> LoraChoice:
         k_steps=1,
         shrink_warps=4,
         shrink_stages=1,
+        dot_k=256,
         block_n=128,
+        n_steps=1,
         rows_n=128,
         expand_warps=4,
         shrink_registers=None,
@@ -150,7 +167,9 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         k_steps=k_steps,
         shrink_warps=4,
         shrink_stages=3,
+        dot_k=0,
         block_n=128,
+        n_steps=4,
         rows_n=128,
         expand_warps=4,
         shrink_registers=None,

@@ -20,57 +20,92 @@ from multilora_kernels.work_lists import GroupLists, WorkLists
 
 
 @triton.jit
-def _entries(
+def _load_task(tasks_ptr, index, Y_UNIT: tl.constexpr):
+    """First tile, tiles, first column, column in y, first row, rows, first plane row, d_out."""
+    task = tasks_ptr + index * 16
+    first, num_tiles = tl.load(task), tl.load(task + 1)
+    # Stored in units, so that the compiler knows what they are multiples of.
+    n_start, y_column = tl.load(task + 2) * 16, tl.load(task + 3) * Y_UNIT
+    d_out = tl.load(task + 7) * Y_UNIT
+    start, num_rows, plane = tl.load(task + 4), tl.load(task + 5), tl.load(task + 6)
+    return first, num_tiles, n_start, y_column, start, num_rows, plane, d_out
+
+
+@triton.jit
+def _load_pieces(
+    tasks_ptr,
+    index,
     offsets_ptr,
-    tiles_ptr,
-    first,
-    num_tiles,
-    t,
-    side,
     n_start,
+    d_out,
     CELL: tl.constexpr,
     CHUNK: tl.constexpr,
     A_CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Table entries of the four pieces, int64 [4]; -1 where there is no tile."""
-    piece = tl.arange(0, 4)
-    entry = tl.full([4], -1, tl.int64)
-    for i in tl.static_range(4):
-        tile = t + i % side
-        chunk = (n_start + (i // side) * BLOCK_N) // CHUNK
-        is_tile = (tile < num_tiles) & (A_CHUNKS + chunk < CELL)
-        cell = tl.load(tiles_ptr + (first + tile) * 4, mask=is_tile, other=0)
-        found = tl.load(offsets_ptr + cell * CELL + A_CHUNKS + chunk, mask=is_tile, other=-1)
-        entry = tl.where(piece == i, found, entry)
-    return entry
+    """Table entries of a task's four pieces of B (-1: none), and log2 of the tiles side by side."""
+    task = tasks_ptr + index * 16 + 8
+    shift = tl.load(task + 4)
+    e0 = _load_entry(tl.load(task), offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+    n = n_start + (1 >> shift) * BLOCK_N
+    e1 = _load_entry(tl.load(task + 1), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    n = n_start + (2 >> shift) * BLOCK_N
+    e2 = _load_entry(tl.load(task + 2), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    n = n_start + (3 >> shift) * BLOCK_N
+    e3 = _load_entry(tl.load(task + 3), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    return e0, e1, e2, e3, shift
 
 
 @triton.jit
-def _load_b(weights_ptr, entry, in_chunk, n_mask):
-    """The four pieces of B, [4, BLOCK_N, 16]; zero beyond a tile's width and where none is."""
+def _load_entry(
+    cell, offsets_ptr, n, d_out, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr
+):
+    """Table entry of the block of B that holds column n; -1 where there is none."""
+    is_block = (cell >= 0) & (n < d_out)
+    return tl.load(offsets_ptr + cell * CELL + A_CHUNKS + n // CHUNK, mask=is_block, other=-1)
+
+
+@triton.jit
+def _expand_tile(
+    planes_ptr,
+    weights_ptr,
+    y_ptr,
+    stride_ym,
+    row_ptr,
+    entry,
+    n_start,
+    d_out,
+    plane,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row, one rank tile, COLUMNS columns by multiply and sum."""
+    token = tl.load(row_ptr).to(tl.int64)
+    n = n_start + tl.arange(0, COLUMNS)
+    n_mask = n < d_out
+    y_ptrs = y_ptr + token * stride_ym + n
+    prior = tl.load(y_ptrs, mask=n_mask, other=0)
     k = tl.arange(0, 16)
-    width = 16 - (entry & 1).to(tl.int32) * 8
-    element = (entry & -16)[:, None] + in_chunk * width[:, None]
-    element = tl.multiple_of(element, [8, 8])
-    mask = ((entry >= 0)[:, None] & n_mask)[:, :, None] & (k[None, None, :] < width[:, None, None])
-    return tl.load(weights_ptr + element[:, :, None] + k[None, None, :], mask=mask, other=0)
+    s = tl.arange(0, SPLITS)
+    width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
+    element = tl.multiple_of(entry & -16, 16)
+    b_ptrs = weights_ptr + element + (n % CHUNK)[:, None] * width + k[None, :]
+    b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
+    b = tl.load(b_ptrs, mask=b_mask, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    h_ptrs = planes_ptr + plane.to(tl.int64) * (SPLIT_K * 16) + s[:, None] * 16 + k[None, :]
+    h_mask = (s < SPLIT_K)[:, None] & (entry >= 0)
+    h = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg"), axis=0)
+    delta = tl.sum(b.to(tl.float32) * h[None, :], axis=1)
+    tl.store(y_ptrs, (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=n_mask)
 
 
 @triton.jit
-def _merge(acc, side, BLOCK_N: tl.constexpr):
-    """Sums over the pieces of [4, BLOCK_N] that share columns, at every one of them."""
-    pairs = tl.reshape(acc, [2, 2, BLOCK_N])
-    two = tl.sum(pairs, axis=1)
-    four = tl.sum(two, axis=0)
-    twos = tl.broadcast_to(two[:, None, :], [2, 2, BLOCK_N])
-    fours = tl.broadcast_to(four[None, None, :], [2, 2, BLOCK_N])
-    merged = tl.where(side == 1, pairs, tl.where(side == 2, twos, fours))
-    return tl.reshape(merged, [4, BLOCK_N])
-
-
-@triton.jit
-def _expand_row(
+def _expand_pieces(
     planes_ptr,
     weights_ptr,
     y_ptr,
@@ -80,6 +115,11 @@ def _expand_row(
     row_ptr,
     first,
     num_tiles,
+    e0,
+    e1,
+    e2,
+    e3,
+    shift,
     n_start,
     d_out,
     plane,
@@ -91,13 +131,14 @@ def _expand_row(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row by multiply and sum: 1, 2 or 4 rank tiles side by side."""
+    """One row, several rank tiles: four pieces side by side by multiply and sum."""
+    side = 1 << shift
     piece = tl.arange(0, 4)
-    side = tl.where(num_tiles >= 3, 4, num_tiles)
-    n = (n_start + (piece // side) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
+    tile = piece & (side - 1)
+    n = (n_start + (piece >> shift) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
     n_mask = n < d_out
     # One of the pieces that share columns stores their sum.
-    is_stored = n_mask & (piece % side == 0)[:, None]
+    is_stored = n_mask & (tile == 0)[:, None]
     token = tl.load(row_ptr).to(tl.int64)
     y_ptrs = y_ptr + token * stride_ym + n
     prior = tl.load(y_ptrs, mask=is_stored, other=0)
@@ -105,20 +146,53 @@ def _expand_row(
     s = tl.arange(0, SPLITS)
     acc = tl.zeros([4, BLOCK_N], dtype=tl.float32)
     for t in range(0, num_tiles, side):
-        entry = _entries(
-            offsets_ptr, tiles_ptr, first, num_tiles, t, side, n_start,
-            CELL, CHUNK, A_CHUNKS, BLOCK_N,
-        )  # fmt: skip
-        b = _load_b(weights_ptr, entry, n % CHUNK, n_mask)
+        if t > 0:  # more than four tiles: then all four pieces share columns
+            cells = tiles_ptr + (first + t) * 4
+            left = num_tiles - t
+            e0 = _more(cells, 0, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+            e1 = _more(cells, 1, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+            e2 = _more(cells, 2, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+            e3 = _more(cells, 3, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        entry = tl.where(piece < 2, tl.where(piece == 0, e0, e1), tl.where(piece == 2, e2, e3))
+        width = 16 - (entry & 1).to(tl.int32) * 8
+        element = (entry & -16)[:, None] + (n % CHUNK) * width[:, None]
+        element = tl.multiple_of(element, [8, 8])
+        b_mask = ((entry >= 0)[:, None] & n_mask)[:, :, None]
+        b_mask = b_mask & (k[None, None, :] < width[:, None, None])
+        b_ptrs = weights_ptr + element[:, :, None] + k[None, None, :]
+        b = tl.load(b_ptrs, mask=b_mask, other=0)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        plane_row = (plane + t + piece % side).to(tl.int64) * SPLIT_K
+        plane_row = (plane + t + tile).to(tl.int64) * SPLIT_K
         h_ptrs = planes_ptr + (plane_row[:, None, None] + s[None, :, None]) * 16 + k[None, None, :]
         h_mask = (entry >= 0)[:, None, None] & (s < SPLIT_K)[None, :, None]
         h = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg"), axis=1)
         acc += tl.sum(b.to(tl.float32) * h[:, None, :], axis=2)
-    y = (prior.to(tl.float32) + _merge(acc, side, BLOCK_N)).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptrs, y, mask=is_stored)
+    pairs = tl.reshape(acc, [2, 2, BLOCK_N])
+    two = tl.sum(pairs, axis=1)
+    four = tl.sum(two, axis=0)
+    twos = tl.broadcast_to(two[:, None, :], [2, 2, BLOCK_N])
+    fours = tl.broadcast_to(four[None, None, :], [2, 2, BLOCK_N])
+    merged = tl.where(shift == 0, pairs, tl.where(shift == 1, twos, fours))
+    delta = tl.reshape(merged, [4, BLOCK_N])
+    tl.store(y_ptrs, (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def _more(
+    cells_ptr,
+    i: tl.constexpr,
+    left,
+    offsets_ptr,
+    n,
+    d_out,
+    CELL: tl.constexpr,
+    CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr,
+):
+    """Table entry of the i-th of the tiles that begin at `cells_ptr`, of which `left` exist."""
+    cell = tl.load(cells_ptr + i * 4, mask=i < left, other=-1)
+    return _load_entry(cell, offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
 
 
 @triton.jit
@@ -132,6 +206,7 @@ def _expand_rows(
     row_ptr,
     first,
     num_tiles,
+    entry,
     n_start,
     d_out,
     plane,
@@ -155,27 +230,34 @@ def _expand_rows(
     y_ptrs = y_ptr + (token * stride_ym)[:, None] + n[None, :]
     y_mask = m_mask[:, None] & n_mask[None, :]
     prior = tl.load(y_ptrs, mask=y_mask, other=0)
-    chunk = n_start // CHUNK
     k = tl.arange(0, 16)
     acc = tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32)
     for t in range(0, num_tiles):
-        cell = tl.load(tiles_ptr + (first + t) * 4)
-        entry = tl.load(offsets_ptr + cell * CELL + A_CHUNKS + chunk)
-        width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
-        element = tl.multiple_of(entry & -16, 16)
-        b_ptrs = weights_ptr + element + (n - chunk * CHUNK)[:, None] * width + k[None, :]
-        b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
-        b = tl.load(b_ptrs, mask=b_mask, other=0)
+        if t > 0:
+            cells = tiles_ptr + (first + t) * 4
+            entry = _more(cells, 0, 1, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
         if PDL:
             tl.extra.cuda.gdc_wait()
         plane_row = (plane + t * num_rows + m).to(tl.int64) * SPLIT_K
         h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
         h_mask = m_mask[:, None] & (entry >= 0)
         h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-        for i in range(SPLIT_K):
+        for i in tl.static_range(SPLIT_K):
             h += tl.load(h_ptrs + i * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
         acc = tl.dot(h.to(COMPUTE), tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit
+def _load_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
+    """Columns n (within one chunk) of one rank tile of B, [columns, 16]."""
+    k = tl.arange(0, 16)
+    width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
+    element = tl.multiple_of(entry & -16, 16)
+    b_ptrs = weights_ptr + element + (n % CHUNK)[:, None] * width + k[None, :]
+    b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
+    return tl.load(b_ptrs, mask=b_mask, other=0)
 
 
 @triton.jit(do_not_specialize=["layer_start"])
@@ -198,52 +280,50 @@ def expand_decode_kernel(
     ROWS_N: tl.constexpr,
     SPLIT_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    Y_UNIT: tl.constexpr,
     PDL: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    task_id = tl.program_id(0)
+    task = tl.program_id(0)
     stride = tl.num_programs(0)
-    task = tasks_ptr + task_id * 8
-    first = tl.load(task)
-    num_tiles = tl.load(task + 1)
-    n_start = tl.load(task + 2)
-    y_column = tl.load(task + 3)
-    start = tl.load(task + 4)
-    num_rows = tl.load(task + 5)
-    plane = tl.load(task + 6)
-    d_out = tl.load(task + 7)
+    offsets = offsets_ptr + layer_start
+    # As in the shrink: records and table entries are loaded one task ahead.
+    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
+        tasks_ptr, task, Y_UNIT
+    )
+    e0, e1, e2, e3, shift = _load_pieces(
+        tasks_ptr, task, offsets, n_start, d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
+    )
     total = tl.load(counts_ptr + 1)
-    while task_id < total:
-        if ALIGNED:
-            y_column = tl.multiple_of(y_column, 8)
-        n_start = tl.multiple_of(n_start, 16)
+    while task < total:
         y_start = y_ptr + y_column
-        offsets = offsets_ptr + layer_start
-        if num_rows == 1:
-            _expand_row(
-                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, rows_ptr + start,
-                first, num_tiles, n_start, d_out, plane,
-                CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
-            )  # fmt: skip
-        else:
+        row_ptr = rows_ptr + start
+        if num_rows > 1:
             _expand_rows(
-                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, rows_ptr + start,
-                first, num_tiles, n_start, d_out, plane, num_rows,
+                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, row_ptr,
+                first, num_tiles, e0, n_start, d_out, plane, num_rows,
                 CELL, CHUNK, A_CHUNKS, BLOCK_M, ROWS_N, SPLIT_K, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
-        task_id += stride
-        task = tasks_ptr + task_id * 8
-        is_listed = task_id < total
-        first = tl.load(task, mask=is_listed, other=0)
-        num_tiles = tl.load(task + 1, mask=is_listed, other=0)
-        n_start = tl.load(task + 2, mask=is_listed, other=0)
-        y_column = tl.load(task + 3, mask=is_listed, other=0)
-        start = tl.load(task + 4, mask=is_listed, other=0)
-        num_rows = tl.load(task + 5, mask=is_listed, other=0)
-        plane = tl.load(task + 6, mask=is_listed, other=0)
-        d_out = tl.load(task + 7, mask=is_listed, other=0)
+        elif (num_tiles == 1) & (4 * BLOCK_N <= CHUNK):
+            _expand_tile(
+                planes_ptr, weights_ptr, y_start, stride_ym, row_ptr, e0, n_start, d_out, plane,
+                CHUNK, 4 * BLOCK_N, SPLIT_K, SPLITS, PDL,
+            )  # fmt: skip
+        else:
+            _expand_pieces(
+                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, row_ptr,
+                first, num_tiles, e0, e1, e2, e3, shift, n_start, d_out, plane,
+                CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
+            )  # fmt: skip
+        task += stride
+        following = tl.minimum(task, total - 1)
+        first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
+            tasks_ptr, following, Y_UNIT
+        )
+        e0, e1, e2, e3, shift = _load_pieces(
+            tasks_ptr, following, offsets, n_start, d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
+        )
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -263,50 +343,66 @@ def expand_prefill_kernel(
     A_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    N_STEPS: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    Y_UNIT: tl.constexpr,
     PDL: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    task = tasks_ptr + tl.program_id(0) * 8
-    first = tl.load(task)
-    num_tiles = tl.load(task + 1)
-    n_start = tl.load(task + 2)
-    y_column = tl.load(task + 3)
-    start = tl.load(task + 4)
-    num_rows = tl.load(task + 5)
-    plane = tl.load(task + 6)
-    d_out = tl.load(task + 7)
+    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
+        tasks_ptr, tl.program_id(0), Y_UNIT
+    )
+    offsets = offsets_ptr + layer_start
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
     token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-    n = n_start + tl.arange(0, BLOCK_N)
-    n_mask = n < d_out
-    y_ptrs = y_ptr + (token * stride_ym + y_column)[:, None] + n[None, :]
-    y_mask = m_mask[:, None] & n_mask[None, :]
-    prior = tl.load(y_ptrs, mask=y_mask, other=0)
-    chunk = n_start // CHUNK
+    y_rows = y_ptr + token * stride_ym + y_column
+    cells = tiles_ptr + first * 4
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # The first tile's sums serve all steps; with rank 16 or less there is no other.
+    h_first = _sum_planes(planes_ptr, plane, num_rows, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
+    for step in range(N_STEPS):
+        n_block = n_start + step * BLOCK_N
+        n = n_block + tl.arange(0, BLOCK_N)
+        n_mask = n < d_out
+        y_ptrs = y_rows[:, None] + n[None, :]
+        y_mask = m_mask[:, None] & n_mask[None, :]
+        prior = tl.load(y_ptrs, mask=y_mask, other=0)
+        entry = _more(cells, 0, 1, offsets, n_block, d_out, CELL, CHUNK, A_CHUNKS)
+        b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+        acc = tl.dot(h_first, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
+        for t in range(1, num_tiles):
+            entry = _more(cells + t * 4, 0, 1, offsets, n_block, d_out, CELL, CHUNK, A_CHUNKS)
+            b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+            h = _sum_planes(
+                planes_ptr, plane + t * num_rows, num_rows, plane_rows, BLOCK_M, SPLIT_K, COMPUTE
+            )
+            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit
+def _sum_planes(
+    planes_ptr,
+    plane,
+    num_rows,
+    plane_rows,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of prefill, in order."""
+    m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 16)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for t in range(0, num_tiles):
-        cell = tl.load(tiles_ptr + (first + t) * 4)
-        entry = tl.load(offsets_ptr + layer_start + cell * CELL + A_CHUNKS + chunk)
-        width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
-        element = tl.multiple_of(entry & -16, 16)
-        b_ptrs = weights_ptr + element + (n - chunk * CHUNK)[:, None] * width + k[None, :]
-        b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
-        b = tl.load(b_ptrs, mask=b_mask, other=0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        h_ptrs = planes_ptr + (plane + t * num_rows + m).to(tl.int64)[:, None] * 16 + k[None, :]
-        h_mask = m_mask[:, None] & (entry >= 0)
-        h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-        for _ in range(1, SPLIT_K):
-            h_ptrs += plane_rows.to(tl.int64) * 16
-            h += tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-        acc = tl.dot(h.to(COMPUTE), tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-    y = (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptrs, y, mask=y_mask)
+    h_ptrs = planes_ptr + (plane + m).to(tl.int64)[:, None] * 16 + k[None, :]
+    h_mask = (m < num_rows)[:, None]
+    h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
+    for _ in tl.static_range(SPLIT_K - 1):
+        h_ptrs += plane_rows.to(tl.int64) * 16
+        h += tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
+    return h.to(COMPUTE)
 
 
 def sgmv_expand(
@@ -330,6 +426,7 @@ def sgmv_expand(
         "BLOCK_M": choice.block_m,
         "BLOCK_N": choice.block_n,
         "SPLIT_K": splits,
+        "Y_UNIT": shape.y_unit,
         "PDL": choice.pdl,
         "COMPUTE": compute_dtype(y.dtype),
         "PRECISION": "ieee",
@@ -342,12 +439,12 @@ def sgmv_expand(
         expand_decode_kernel[(max(1, min(group.num_tasks, cap)),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
             layer_start, y.stride(0), ROWS_N=choice.rows_n, SPLITS=triton.next_power_of_2(splits),
-            ALIGNED=all(d_out % 8 == 0 for d_out in shape.d_outs), **constants,
+            **constants,
         )  # fmt: skip
     else:
         expand_prefill_kernel[(group.num_tasks,)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows,
-            layer_start, y.stride(0), group.plane_rows, **constants,
+            layer_start, y.stride(0), group.plane_rows, N_STEPS=choice.n_steps, **constants,
         )  # fmt: skip
 
 

@@ -21,8 +21,6 @@ from multilora_kernels.lora_choice import SIDE_BY_SIDE
 from multilora_kernels.table import AdapterTable, PlacedBlock
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
-_DOT_K = 256
-
 
 @triton.jit
 def _tile_offsets(entry, chunk, d_in, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
@@ -36,6 +34,13 @@ def _tile_offsets(entry, chunk, d_in, CHUNK: tl.constexpr, ALIGNED: tl.constexpr
 
 
 @triton.jit
+def _load_tile(tiles_ptr, index):
+    """(cell, first row, rows, first plane row) of one rank tile."""
+    tile = tiles_ptr + index * 4
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
+@triton.jit
 def _shrink_row(
     x_ptr,
     stride_xm,
@@ -46,15 +51,20 @@ def _shrink_row(
     out_ptr,
     k_start,
     d_in,
+    next_entry_ptr,
     BLOCK_K: tl.constexpr,
     K_STEPS: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """One row by multiply and sum: all of the tile's loads are in flight at once."""
+    """One row by multiply and sum: all of the tile's loads are in flight at once.
+
+    Returns the next unit's table entry, loaded in their shadow.
+    """
     r = tl.arange(0, 16)
     token = tl.load(row_ptr).to(tl.int64)
     x_row = x_ptr + token * stride_xm + k_start
     h = tl.zeros([16], dtype=tl.float32)
+    next_entry = tl.full([], -1, tl.int64)
     for i in tl.static_range(K_STEPS):
         k = i * BLOCK_K + tl.arange(0, BLOCK_K)
         a_ptrs = a_ptr + r[:, None] * length + k[None, :]
@@ -66,8 +76,11 @@ def _shrink_row(
             k_mask = k < d_in - k_start
             a = tl.load(a_ptrs, mask=a_mask & k_mask[None, :], other=0)
             x = tl.load(x_row + k, mask=k_mask, other=0)
+        if i == 0:
+            next_entry = tl.load(next_entry_ptr)
         h += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
     tl.store(out_ptr + r, h)
+    return next_entry
 
 
 @triton.jit
@@ -138,40 +151,39 @@ def shrink_decode_kernel(
     SPAN: tl.constexpr = BLOCK_K * K_STEPS
     unit = tl.program_id(0)
     stride = tl.num_programs(0)
-    # The record of the next unit is loaded before it is known whether there is one (the lists are
-    # longer than any grid): one level less of dependent loads.
-    tile = tiles_ptr + (unit // SPLIT_K) * 4
-    cell = tl.load(tile)
-    start = tl.load(tile + 1)
-    num_rows = tl.load(tile + 2)
-    plane = tl.load(tile + 3)
+    offsets = offsets_ptr + layer_start
+    # The next unit's record and table entry are loaded while this one's weights are under way, and
+    # before it is known whether there is a next (the lists are longer than any grid): what is left
+    # of the chain of dependent loads is the weights themselves.
+    cell, start, num_rows, plane = _load_tile(tiles_ptr, unit // SPLIT_K)
+    entry = tl.load(offsets + cell * CELL + ((unit % SPLIT_K) * SPAN) // CHUNK)
     total = tl.load(counts_ptr) * SPLIT_K
     while unit < total:
         split = unit % SPLIT_K
+        following = tl.minimum(unit + stride, total - 1)
+        next_cell, next_start, next_rows, next_plane = _load_tile(tiles_ptr, following // SPLIT_K)
+        next_entry_ptr = offsets + next_cell * CELL + ((following % SPLIT_K) * SPAN) // CHUNK
         k_start = split * SPAN
         chunk = k_start // CHUNK
-        entry = tl.load(offsets_ptr + layer_start + cell * CELL + chunk)
-        if entry >= 0:
-            element, width, length = _tile_offsets(entry, chunk, d_in, CHUNK, ALIGNED)
-            a_ptr = weights_ptr + element + (k_start - chunk * CHUNK)
-            out = planes_ptr + (plane.to(tl.int64) * SPLIT_K + split) * 16
-            if num_rows == 1:
-                _shrink_row(
-                    x_ptr, stride_xm, rows_ptr + start, a_ptr, width, length, out, k_start, d_in,
-                    BLOCK_K, K_STEPS, EVEN_K,
-                )  # fmt: skip
-            else:
-                _shrink_rows(
-                    x_ptr, stride_xm, rows_ptr + start, num_rows, a_ptr, width, length, out,
-                    k_start, d_in, BLOCK_M, SPAN, DOT_K, SPLIT_K, COMPUTE, PRECISION,
-                )  # fmt: skip
+        element, width, length = _tile_offsets(entry, chunk, d_in, CHUNK, ALIGNED)
+        a_ptr = weights_ptr + element + (k_start - chunk * CHUNK)
+        out = planes_ptr + (plane.to(tl.int64) * SPLIT_K + split) * 16
+        if entry < 0:
+            next_entry = tl.load(next_entry_ptr)
+        elif num_rows == 1:
+            next_entry = _shrink_row(
+                x_ptr, stride_xm, rows_ptr + start, a_ptr, width, length, out, k_start, d_in,
+                next_entry_ptr, BLOCK_K, K_STEPS, EVEN_K,
+            )  # fmt: skip
+        else:
+            next_entry = tl.load(next_entry_ptr)
+            _shrink_rows(
+                x_ptr, stride_xm, rows_ptr + start, num_rows, a_ptr, width, length, out,
+                k_start, d_in, BLOCK_M, SPAN, DOT_K, SPLIT_K, COMPUTE, PRECISION,
+            )  # fmt: skip
         unit += stride
-        tile = tiles_ptr + (unit // SPLIT_K) * 4
-        is_listed = unit < total
-        cell = tl.load(tile, mask=is_listed, other=0)
-        start = tl.load(tile + 1, mask=is_listed, other=0)
-        num_rows = tl.load(tile + 2, mask=is_listed, other=0)
-        plane = tl.load(tile + 3, mask=is_listed, other=0)
+        cell, start, num_rows, plane = next_cell, next_start, next_rows, next_plane
+        entry = next_entry
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -289,7 +301,7 @@ def sgmv_shrink(
         shrink_decode_kernel[grid](
             x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0),
-            DOT_K=min(_DOT_K, choice.span), EVEN_K=shape.d_in % choice.block_k == 0, **constants,
+            DOT_K=choice.dot_k, EVEN_K=shape.d_in % choice.block_k == 0, **constants,
         )  # fmt: skip
     else:
         shrink_prefill_kernel[(group.num_bands * splits,)](

@@ -4,8 +4,10 @@ From the step's segments the host lists *runs* (one per segment and module, 16 i
 kernel writes them out, in place, as
 
     tiles  int32 [.., 4]   cell, first row in `rows`, number of rows, first row in the planes
-    tasks  int32 [.., 8]   first tile, tiles, first column of the module, the module's column in y,
-                           first row, number of rows, first plane row, the module's d_out
+    tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
+                           in y / y_unit, first row, number of rows, first plane row, the module's
+                           d_out / y_unit, cells of the four pieces side by side (-1: none), log2 of the
+                           tiles side by side, 0, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
@@ -78,22 +80,29 @@ def write_lists_kernel(
             tl.store(tile_out + at * 4 + 1, at * 0 + start, mask=mask)
             tl.store(tile_out + at * 4 + 2, at * 0 + rows, mask=mask)
             tl.store(tile_out + at * 4 + 3, plane + at * rows, mask=mask)
-        task_out = tasks_ptr + tl.load(run + 7) * 8
+        task_out = tasks_ptr + tl.load(run + 7) * 16
         num_tasks = tl.load(run + 8)
         columns = tl.load(run + 9)
         y_column = tl.load(run + 10)
         d_out = tl.load(run + 11)
+        shift = tl.load(run + 15)
         for i in range(0, num_tasks, WRITE):
             at = i + index
             mask = at < num_tasks
-            tl.store(task_out + at * 8, at * 0 + first_tile, mask=mask)
-            tl.store(task_out + at * 8 + 1, at * 0 + num_tiles, mask=mask)
-            tl.store(task_out + at * 8 + 2, at * columns, mask=mask)
-            tl.store(task_out + at * 8 + 3, at * 0 + y_column, mask=mask)
-            tl.store(task_out + at * 8 + 4, at * 0 + start, mask=mask)
-            tl.store(task_out + at * 8 + 5, at * 0 + rows, mask=mask)
-            tl.store(task_out + at * 8 + 6, at * 0 + plane, mask=mask)
-            tl.store(task_out + at * 8 + 7, at * 0 + d_out, mask=mask)
+            to = task_out + at * 16
+            tl.store(to, at * 0 + first_tile, mask=mask)
+            tl.store(to + 1, at * 0 + num_tiles, mask=mask)
+            tl.store(to + 2, at * columns, mask=mask)
+            tl.store(to + 3, at * 0 + y_column, mask=mask)
+            tl.store(to + 4, at * 0 + start, mask=mask)
+            tl.store(to + 5, at * 0 + rows, mask=mask)
+            tl.store(to + 6, at * 0 + plane, mask=mask)
+            tl.store(to + 7, at * 0 + d_out, mask=mask)
+            tl.store(to + 12, at * 0 + shift, mask=mask)
+            for piece in tl.static_range(4):
+                tile = piece & ((1 << shift) - 1)
+                cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
+                tl.store(to + 8 + piece, at * 0 + cell, mask=mask)
         band_out = bands_ptr + tl.load(run + 12) * 8
         num_bands = tl.load(run + 13)
         band_tiles = tl.load(run + 14)
@@ -210,11 +219,12 @@ def list_runs(
 
     flat = tiles.reshape(-1).astype(np.int64)
     first_tile = _before(tiles)
-    side = np.minimum(SIDE_BY_SIDE, 1 << np.ceil(np.log2(np.maximum(flat, 1))).astype(np.int64))
-    columns = np.full_like(side, choice.block_n)
+    shift = np.minimum(2, np.ceil(np.log2(np.maximum(flat, 1))).astype(np.int64))
+    columns = np.full_like(flat, choice.block_n * choice.n_steps)
     if choice.is_decode:
         is_row = np.repeat(rows == 1, len(modules))
-        columns = np.where(is_row, (SIDE_BY_SIDE // side) * choice.block_n, choice.rows_n)
+        columns = np.where(is_row, (SIDE_BY_SIDE >> shift) * choice.block_n, choice.rows_n)
+        shift = np.where(is_row, shift, 0)
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
     num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
@@ -235,13 +245,13 @@ def list_runs(
             _before(plane_rows),
             _before(num_tasks),
             num_tasks,
-            columns,
-            y_column,
-            d_out,
+            columns // 16,
+            y_column // shape.y_unit,
+            d_out // shape.y_unit,
             _before(bands),
             bands,
             np.repeat(seg_tiles, len(modules)),
-            flat * 0,
+            shift,
         ],
         axis=1,
     )
@@ -281,7 +291,8 @@ class WorkLists:
         for name, shape in self.shapes.items():
             choice = self._choose(shape, max_tokens, self.chip)
             tiles = max_tokens * len(shape.d_outs) * self.max_tiles
-            tasks = sum(-(-d_out // min(choice.block_n, choice.rows_n)) for d_out in shape.d_outs)
+            narrow = min(choice.block_n, choice.rows_n)
+            tasks = sum(-(-d_out // narrow) for d_out in shape.d_outs)
             wanted[name] = _Capacity(tiles, max_tokens * tasks, -(-tiles // SIDE_BY_SIDE))
             planes = max(planes, tiles * choice.splits(shape.d_in))
         self._grow(wanted, planes)
@@ -321,7 +332,7 @@ class WorkLists:
                 sum(c.tiles for c in caps) + 1, 4, dtype=torch.int32, device=device
             )
             self._tasks = torch.zeros(
-                sum(c.tasks for c in caps) + 1, 8, dtype=torch.int32, device=device
+                sum(c.tasks for c in caps) + 1, 16, dtype=torch.int32, device=device
             )
             self._bands = torch.zeros(
                 sum(c.bands for c in caps) + 1, 8, dtype=torch.int32, device=device

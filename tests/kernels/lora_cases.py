@@ -37,9 +37,11 @@ def adapters(ranks: Sequence[int] = RANKS, layers: int = LAYERS) -> list[Ranks]:
     return made
 
 
-def small_fleet(dtype: torch.dtype, seed: int, device: str = "cpu") -> Fleet:
+def small_fleet(
+    dtype: torch.dtype, seed: int, device: str = "cpu", ranks: Sequence[int] = RANKS
+) -> Fleet:
     """All of `adapters()` in the smallest pages."""
-    return make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, dtype, device, seed)
+    return make_fleet(adapters(ranks), SHAPES, LAYERS, PAGE_BYTES, dtype, device, seed)
 
 
 def dense(
