@@ -21,10 +21,7 @@ from tests.models.harness import (
 )
 from tests.models.peft_adapters import load_adapters, make_adapters, peft_logits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 # Largest mean difference of log-probabilities to transformers in fp32 on the CPU.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
