@@ -27,6 +27,7 @@ from multilora_kernels.split_k import (
     bucket_of,
     chip_for,
     choose_tile,
+    split_range,
     sum_partials,
     workspace,
 )
@@ -94,6 +95,40 @@ def _load_x(x_ptrs, in_batch, c, in_k, EVEN_K: tl.constexpr):
     return x
 
 
+@triton.jit
+def _sum_blocks(
+    x_ptrs, word_ptrs, meta_ptrs, in_batch, c, first, last, per_part, K, N_padded,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr, SCALE: tl.constexpr, CT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    first_part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        if PARTS == 2:
+            half = block == first + per_part
+            first_part = tl.where(half, acc, first_part)
+            acc = tl.where(half, 0.0, acc)
+        words = tl.load(word_ptrs)
+        meta = tl.load(meta_ptrs)
+        zero = _zero_of(meta, CT)[:, None]
+        part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for quarter in tl.static_range(4):
+            in_k = K - block * 128 - 32 * quarter
+            x = _load_x(x_ptrs + 32 * quarter, in_batch, c, in_k, EVEN_K)
+            part = tl.dot(_weights(words, zero, quarter, CT), x.to(CT), part)
+            if quarter < 3 and ((quarter + 1) * GROUPS) % 4 == 0:
+                # This group ends here: scale it and take up the next one's scale and zero.
+                acc += part * _scale_of(meta, SCALE)[:, None]
+                part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+                meta = tl.load(meta_ptrs + ((quarter + 1) * GROUPS // 4) * N_padded)
+                zero = _zero_of(meta, CT)[:, None]
+        acc += part * _scale_of(meta, SCALE)[:, None]
+        word_ptrs += N_padded * 32
+        meta_ptrs += N_padded * GROUPS
+        x_ptrs += 128
+    return acc + first_part if PARTS == 2 else acc
+
+
 @triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
 def awq_gemm_kernel(
     x_ptr,
@@ -120,13 +155,8 @@ def awq_gemm_kernel(
     PDL: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
-    split = tl.program_id(1)
     pid_m = tl.program_id(2)
-    num_blocks = tl.cdiv(K, 128)
-    per_part = tl.cdiv(num_blocks, SPLIT_K * PARTS)
-    per_split = per_part * PARTS
-    first = split * per_split
-    last = tl.minimum(first + per_split, num_blocks)
+    first, last, per_part = split_range(K, SPLIT_K, PARTS)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, 32)
@@ -137,44 +167,13 @@ def awq_gemm_kernel(
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + start * 128 + c[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    first_part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        if PARTS == 2:
-            half = block == first + per_part
-            first_part = tl.where(half, acc, first_part)
-            acc = tl.where(half, 0.0, acc)
-        words = tl.load(word_ptrs)
-        meta = tl.load(meta_ptrs)
-        zero = _zero_of(meta, CT)[:, None]
-        part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-        for quarter in tl.static_range(4):
-            in_k = K - block * 128 - 32 * quarter
-            x = _load_x(x_ptrs + 32 * quarter, in_batch, c, in_k, EVEN_K)
-            part = tl.dot(_weights(words, zero, quarter, CT), x.to(CT), part)
-            if quarter < 3 and ((quarter + 1) * GROUPS) % 4 == 0:
-                # This group ends here: scale it and take up the next one's scale and zero.
-                acc += part * _scale_of(meta, SCALE)[:, None]
-                part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-                meta = tl.load(meta_ptrs + ((quarter + 1) * GROUPS // 4) * N_padded)
-                zero = _zero_of(meta, CT)[:, None]
-        acc += part * _scale_of(meta, SCALE)[:, None]
-        word_ptrs += N_padded * 32
-        meta_ptrs += N_padded * GROUPS
-        x_ptrs += 128
-    if PARTS == 2:
-        acc += first_part
-    if PDL:
-        # Not earlier: programs of the next kernel would settle where this one left room and
-        # load the multiprocessors unevenly (10.3 us instead of 8.9 on 6144 x 4096).
-        tl.extra.cuda.gdc_launch_dependents()
-    is_last = True
-    if SPLIT_K > 1:
-        tile = pid_m * tl.num_programs(0) + pid_n
-        num_tiles = tl.num_programs(0) * tl.num_programs(2)
-        acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS
-        )
+    acc = _sum_blocks(
+        x_ptrs, word_ptrs, meta_ptrs, in_batch, c, first, last, per_part, K, N_padded,
+        BLOCK_N, BLOCK_M, GROUPS, EVEN_K, STAGES, SCALE, CT, PARTS,
+    )  # fmt: skip
+    acc, is_last = sum_partials(
+        acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
+    )
     if is_last:
         y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_batch & (n < N)[:, None])

@@ -9,12 +9,14 @@ y   [M, N]  bf16 or fp16, allocated here      nothing is written in place but we
 
 Decode batches run one kernel that reads wq once at memory speed, weights as the left operand and
 K split in a fixed order (split_k.py); sums of 128 products leave the tensor cores for fp32 adds,
-since their own sums keep fewer bits. Larger batches go to `torch._scaled_mm` by rows.
+since their own sums keep fewer bits. Larger batches go to `torch._scaled_mm`, by rows or with the
+scales applied by a kernel of ours; with scales by blocks they are widened to 16 bits.
 Cards whose tensor cores know no FP8 keep the weights in FP8 and the activations as they are
 (fp8_weight_only.py).
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 import triton
@@ -28,11 +30,42 @@ from multilora_kernels.split_k import (
     bucket_of,
     chip_for,
     choose_tile,
+    split_range,
     sum_partials,
     workspace,
 )
 
 OP = "fp8_gemm"
+
+
+@triton.jit
+def _sum_blocks(
+    x_ptrs, w_ptrs, sx_ptrs, sw_ptrs, in_batch, c, first, last, K,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKWISE: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    final = tl.cdiv(K, 128) - 1
+    sw = tl.load(sw_ptrs + tl.minimum(first, final)) if BLOCKWISE else 1.0
+    for block in tl.range(first, last, num_stages=STAGES):
+        if EVEN_K:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=in_batch[None, :], other=0.0)
+        else:
+            in_k = block * 128 + c < K
+            w = tl.load(w_ptrs, mask=in_k[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=in_batch[None, :] & in_k[:, None], other=0.0)
+        if BLOCKWISE:
+            sx = tl.load(sx_ptrs + block, mask=in_batch, other=0.0)
+            # One step ahead: a scalar load is not pipelined, and every step would wait for it.
+            next_sw = tl.load(sw_ptrs + tl.minimum(block + 1, final))
+            acc += tl.dot(w.to(CT), x.to(CT)) * (sx * sw)[None, :]
+            sw = next_sw
+        else:
+            acc = tl.dot(w.to(CT), x.to(CT), acc, max_num_imprecise_acc=128)
+        w_ptrs += 128
+        x_ptrs += 128
+    return acc
 
 
 @triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
@@ -59,12 +92,8 @@ def fp8_gemm_kernel(
     PDL: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
-    split = tl.program_id(1)
     pid_m = tl.program_id(2)
-    num_blocks = tl.cdiv(K, 128)
-    per_split = tl.cdiv(num_blocks, SPLIT_K)
-    first = split * per_split
-    last = tl.minimum(first + per_split, num_blocks)
+    first, last, _ = split_range(K, SPLIT_K, 1)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, 128)
@@ -75,39 +104,18 @@ def fp8_gemm_kernel(
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * K + first * 128 + c[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        if EVEN_K:
-            w = tl.load(w_ptrs)
-            x = tl.load(x_ptrs, mask=in_batch[None, :], other=0.0)
-        else:
-            in_k = block * 128 + c < K
-            w = tl.load(w_ptrs, mask=in_k[None, :], other=0.0)
-            x = tl.load(x_ptrs, mask=in_batch[None, :] & in_k[:, None], other=0.0)
-        if BLOCKWISE:
-            sx = tl.load(sx_ptr + m * stride_sx + block, mask=in_batch, other=0.0)
-            sw = tl.load(sw_ptr + (pid_n * BLOCK_N // 128) * num_blocks + block)
-            acc += tl.dot(w.to(CT), x.to(CT)) * (sx * sw)[None, :]
-        else:
-            acc = tl.dot(w.to(CT), x.to(CT), acc, max_num_imprecise_acc=128)
-        w_ptrs += 128
-        x_ptrs += 128
-    if PDL:
-        # Not earlier: programs of the next kernel would settle where this one left room and
-        # load the multiprocessors unevenly (10.3 us instead of 8.9 on 6144 x 4096).
-        tl.extra.cuda.gdc_launch_dependents()
-    is_last = True
-    if SPLIT_K > 1:
-        tile = pid_m * tl.num_programs(0) + pid_n
-        num_tiles = tl.num_programs(0) * tl.num_programs(2)
-        acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS
-        )
+    acc = _sum_blocks(
+        x_ptrs, w_ptrs, sx_ptr + m * stride_sx, sw_ptr + (pid_n * BLOCK_N // 128) * tl.cdiv(K, 128),
+        in_batch, c, first, last, K, BLOCK_N, BLOCK_M, BLOCKWISE, EVEN_K, STAGES, CT,
+    )  # fmt: skip
+    acc, is_last = sum_partials(
+        acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
+    )
     if is_last:
         if not BLOCKWISE:
             sx = tl.load(sx_ptr + m * stride_sx, mask=in_batch, other=0.0)
-            sw = tl.load(sw_ptr + n, mask=n < N, other=0.0)
-            acc = acc * sw[:, None] * sx[None, :]
+            channel = tl.load(sw_ptr + n, mask=n < N, other=0.0)
+            acc = acc * channel[:, None] * sx[None, :]
         y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
         mask = in_batch[None, :] & (n < N)[:, None]
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -125,6 +133,22 @@ def scale_kernel(
     scale = tl.load(sw_ptr + n, mask=n < N, other=0.0) * tl.load(sx_ptr + row * stride_sx)
     raw = tl.load(raw_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * N + n, (raw * scale).to(y_ptr.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def widen_blocks_kernel(
+    q_ptr, scale_ptr, out_ptr, rows, K, SCALE_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[r, k] = q[r, k] * scale[r / SCALE_ROWS, k / 128], 128 columns a program."""
+    block = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = block * 128 + tl.arange(0, 128)
+    scales = scale_ptr + row // SCALE_ROWS * tl.num_programs(0) + block
+    scale = tl.load(scales, mask=row < rows, other=0.0)
+    offsets = row[:, None].to(tl.int64) * K + k[None, :]
+    mask = (row < rows)[:, None] & (k < K)[None, :]
+    out = tl.load(q_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+    tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -247,8 +271,8 @@ def concatenate(weights: list[Fp8Weight]) -> Fp8Weight:
 
 # Batches up to here take the split kernel where nothing was tuned.
 _MAX_SPLIT = 64
-# Large batches that cuBLAS does not take.
-_LARGE = Tile(block_n=128, block_m=128, split_k=1, num_warps=8, num_stages=3)
+# Bytes of the slice of W that is widened at a time.
+_SLICE_BYTES = 64 << 20
 # Below 16 rows Triton takes fp16 instructions on Hopper, which sum differently from FP8's.
 _SMALLEST = 16
 
@@ -257,25 +281,25 @@ def _stage_bytes(tile: Tile) -> int:
     return (tile.block_n + tile.block_m) * BLOCK_K + 1024
 
 
-@dataclass(frozen=True)
-class Fp8Launch:
-    """One multiply: the split kernel under `tile`, or (None) `torch._scaled_mm` by rows, or with
-    scale 1 and a kernel that applies the scales afterwards (`scaled`).
-    """
+class Path(Enum):
+    """What runs a multiply that the split kernel does not."""
 
-    tile: Tile | None
-    scaled: bool = False
+    ROWS = "torch._scaled_mm with a scale per row and per output channel"
+    SCALED = "torch._scaled_mm with scale 1, then a kernel that applies the scales"
+    WIDENED = "slices of W and x widened to 16 bits, then the vendor's library"
 
 
-def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Fp8Launch:
+def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Tile | Path:
     """Launch of xq [m, k] times weights [n, k]; the order of a tile's sums ignores m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m <= int(shape.get("max_split", _MAX_SPLIT)):
         base = Tile(block_m=bucket_of(m, _SMALLEST))
-        return Fp8Launch(choose_tile(OP, base, n, k, chip, _stage_bytes))
-    if blockwise or n % 16 or k % 16:  # cuBLAS asks for multiples of 16
-        return Fp8Launch(_LARGE)
-    return Fp8Launch(None, scaled=m <= int(shape.get("max_scaled", 0)))
+        return choose_tile(OP, base, n, k, chip, _stage_bytes)
+    if blockwise:
+        return Path.WIDENED
+    if n % 16 or k % 16:  # cuBLAS asks for multiples of 16
+        return Tile(block_n=128, block_m=64, num_warps=4, num_stages=3)
+    return Path.SCALED if m <= int(shape.get("max_scaled", 0)) else Path.ROWS
 
 
 def run_split(
@@ -350,6 +374,30 @@ def run_scaled(
     return y
 
 
+def _widen(q: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, scale_rows: int) -> None:
+    rows, k = q.shape
+    widen_blocks_kernel[(triton.cdiv(k, 128), triton.cdiv(rows, 32))](
+        q, scale, out, rows, k, SCALE_ROWS=scale_rows, BLOCK=32, num_warps=4
+    )
+
+
+def run_widened(
+    xq: torch.Tensor, sx: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype
+) -> torch.Tensor:
+    """x and slices of W, both with scales by blocks, widened to 16 bits and multiplied."""
+    n, k = weight.q.shape
+    slice_n = min(n, max(128, _SLICE_BYTES // (2 * k) // 128 * 128))
+    x = torch.empty(xq.shape, dtype=dtype, device=xq.device)
+    _widen(xq, sx, x, 1)
+    y = torch.empty((xq.shape[0], n), dtype=dtype, device=xq.device)
+    w = torch.empty((slice_n, k), dtype=dtype, device=xq.device)
+    for start in range(0, n, slice_n):
+        rows = min(slice_n, n - start)
+        _widen(weight.q[start : start + rows], weight.scale[start // 128 :], w[:rows], 128)
+        torch.mm(x, w[:rows].t(), out=y[:, start : start + rows])
+    return y
+
+
 def _row_stride(sx: torch.Tensor, m: int) -> int:
     """0 where one static scale serves every row."""
     return 0 if sx.numel() == 1 and m > 1 else sx.stride(0)
@@ -368,11 +416,10 @@ def fp8_gemm(
     if m == 0:
         return torch.empty((0, weight.out_features), dtype=dtype, device=xq.device)
     launch = choose_launch(m, weight.out_features, k, chip_for(xq.device), weight.blockwise)
-    if launch.tile is not None:
-        return run_split(xq, sx, weight, dtype, launch.tile)
-    if launch.scaled:
-        return run_scaled(xq, sx, weight, dtype)
-    return run_rowwise(xq, sx, weight, dtype)
+    if isinstance(launch, Tile):
+        return run_split(xq, sx, weight, dtype, launch)
+    run = {Path.SCALED: run_scaled, Path.ROWS: run_rowwise, Path.WIDENED: run_widened}[launch]
+    return run(xq, sx, weight, dtype)
 
 
 def fp8_gemm_ref(

@@ -25,6 +25,7 @@ from multilora_kernels.split_k import (
     bucket_of,
     chip_for,
     choose_tile,
+    split_range,
     sum_partials,
     workspace,
 )
@@ -64,6 +65,38 @@ def _widen(words, HIGH: tl.constexpr, CT: tl.constexpr):
     return w
 
 
+@triton.jit
+def _sum_blocks(
+    x_ptrs, word_ptrs, sw_ptrs, in_batch, c, first, last, K, N,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKWISE: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    final = tl.cdiv(K, 128) - 1
+    sw = tl.load(sw_ptrs + tl.minimum(first, final)) if BLOCKWISE else 1.0
+    for block in tl.range(first, last, num_stages=STAGES):
+        words = tl.load(word_ptrs)
+        if EVEN_K:
+            x_low = tl.load(x_ptrs, mask=in_batch, other=0.0)
+            x_high = tl.load(x_ptrs + 64, mask=in_batch, other=0.0)
+        else:
+            k = block * 128 + c[:, None]
+            x_low = tl.load(x_ptrs, mask=in_batch & (k < K), other=0.0)
+            x_high = tl.load(x_ptrs + 64, mask=in_batch & (k + 64 < K), other=0.0)
+        if BLOCKWISE:
+            # One step ahead: a scalar load is not pipelined, and every step would wait for it.
+            next_sw = tl.load(sw_ptrs + tl.minimum(block + 1, final))
+            part = tl.dot(_widen(words, 0, CT), x_low.to(CT))
+            acc += tl.dot(_widen(words, 1, CT), x_high.to(CT), part) * sw
+            sw = next_sw
+        else:
+            acc = tl.dot(_widen(words, 0, CT), x_low.to(CT), acc)
+            acc = tl.dot(_widen(words, 1, CT), x_high.to(CT), acc)
+        word_ptrs += N * 64
+        x_ptrs += 128
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
 def fp8_weight_only_kernel(
     x_ptr,
@@ -87,12 +120,8 @@ def fp8_weight_only_kernel(
     PDL: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
-    split = tl.program_id(1)
     pid_m = tl.program_id(2)
-    num_blocks = tl.cdiv(K, 128)
-    per_split = tl.cdiv(num_blocks, SPLIT_K)
-    first = split * per_split
-    last = tl.minimum(first + per_split, num_blocks)
+    first, last, _ = split_range(K, SPLIT_K, 1)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, 64)
@@ -104,37 +133,13 @@ def fp8_weight_only_kernel(
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_xm + start * 128 + c[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        words = tl.load(word_ptrs)
-        if EVEN_K:
-            x_low = tl.load(x_ptrs, mask=in_batch, other=0.0)
-            x_high = tl.load(x_ptrs + 64, mask=in_batch, other=0.0)
-        else:
-            k = block * 128 + c[:, None]
-            x_low = tl.load(x_ptrs, mask=in_batch & (k < K), other=0.0)
-            x_high = tl.load(x_ptrs + 64, mask=in_batch & (k + 64 < K), other=0.0)
-        if BLOCKWISE:
-            part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-            part = tl.dot(_widen(words, 0, CT), x_low.to(CT), part)
-            part = tl.dot(_widen(words, 1, CT), x_high.to(CT), part)
-            acc += part * tl.load(sw_ptr + (pid_n * BLOCK_N // 128) * num_blocks + block)
-        else:
-            acc = tl.dot(_widen(words, 0, CT), x_low.to(CT), acc)
-            acc = tl.dot(_widen(words, 1, CT), x_high.to(CT), acc)
-        word_ptrs += N * 64
-        x_ptrs += 128
-    if PDL:
-        # Not earlier: programs of the next kernel would settle where this one left room and
-        # load the multiprocessors unevenly (10.3 us instead of 8.9 on 6144 x 4096).
-        tl.extra.cuda.gdc_launch_dependents()
-    is_last = True
-    if SPLIT_K > 1:
-        tile = pid_m * tl.num_programs(0) + pid_n
-        num_tiles = tl.num_programs(0) * tl.num_programs(2)
-        acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, tile, split, num_tiles, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS
-        )
+    acc = _sum_blocks(
+        x_ptrs, word_ptrs, sw_ptr + (pid_n * BLOCK_N // 128) * tl.cdiv(K, 128), in_batch, c,
+        first, last, K, N, BLOCK_N, BLOCK_M, BLOCKWISE, EVEN_K, STAGES, CT,
+    )  # fmt: skip
+    acc, is_last = sum_partials(
+        acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
+    )
     if is_last:
         if not BLOCKWISE:
             acc = acc * tl.load(sw_ptr + n, mask=n < N, other=0.0)[:, None]

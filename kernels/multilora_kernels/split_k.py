@@ -44,36 +44,52 @@ def _load_sum(base, i, stride, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def split_range(K, SPLIT_K: tl.constexpr, PARTS: tl.constexpr):
+    """(first, last, blocks a part) of the blocks of 128 that program_id(1) sums."""
+    num_blocks = tl.cdiv(K, 128)
+    per_part = tl.cdiv(num_blocks, SPLIT_K * PARTS)
+    first = tl.program_id(1) * per_part * PARTS
+    return first, tl.minimum(first + per_part * PARTS, num_blocks), per_part
+
+
+@triton.jit
 def sum_partials(
     acc,
     partial_ptr,
     counter_ptr,
-    tile,
-    split,
-    num_tiles,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     SPLIT_K: tl.constexpr,
     PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Returns (sum, is_last); the sum is meant only where is_last.
+    """Returns (sum, is_last) over a grid of (tiles of N, SPLIT_K, tiles of M); the sum is meant
+    only where is_last. Lets the next kernel start.
 
-    partial is fp32 [SPLIT_K, num_tiles, ROWS, COLUMNS]; unmasked, so that accesses stay wide.
+    partial is fp32 [SPLIT_K, tiles, BLOCK_N, BLOCK_M]; unmasked, so that accesses stay wide.
     """
-    offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    base = partial_ptr + tile.to(tl.int64) * (ROWS * COLUMNS) + offsets
-    stride = num_tiles.to(tl.int64) * (ROWS * COLUMNS)
-    tl.store(base + split * stride, acc)
-    # All warps' partials must be written before the counter says so.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
-    is_last = arrived == SPLIT_K - 1
-    if is_last:
-        # .cg: another SM's partials are read from L2, never from this SM's stale L1.
-        acc = _load_sum(base, 0, stride, PAIRS)
-        for i in tl.static_range(PAIRS, SPLIT_K, PAIRS):
-            acc += _load_sum(base, i, stride, PAIRS)
-        tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+    if PDL:
+        # Not earlier: programs of the next kernel would settle where this one left room and
+        # load the multiprocessors unevenly (10.3 us instead of 8.9 on 6144 x 4096).
+        tl.extra.cuda.gdc_launch_dependents()
+    is_last = True
+    if SPLIT_K > 1:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        num_tiles = tl.num_programs(0) * tl.num_programs(2)
+        offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        base = partial_ptr + tile.to(tl.int64) * (BLOCK_N * BLOCK_M) + offsets
+        stride = num_tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
+        tl.store(base + tl.program_id(1) * stride, acc)
+        # All warps' partials must be written before the counter says so.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
+        is_last = arrived == SPLIT_K - 1
+        if is_last:
+            # .cg: another SM's partials are read from L2, never from this SM's stale L1.
+            acc = _load_sum(base, 0, stride, PAIRS)
+            for i in tl.static_range(PAIRS, SPLIT_K, PAIRS):
+                acc += _load_sum(base, i, stride, PAIRS)
+            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
     return acc, is_last
 
 

@@ -95,15 +95,16 @@ def test_weight_only_form_loses_nothing(shape: tuple[int, int], kind: str) -> No
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (576, 576)])
 def test_the_split_never_depends_on_the_batch(n: int, k: int, chip: Chip) -> None:
     for choose in (
-        lambda m: op.choose_launch(m, n, k, chip, blockwise=False).tile,
+        lambda m: op.choose_launch(m, n, k, chip, blockwise=False),
         lambda m: wo.choose_launch(m, n, k, chip)[0],
     ):
         tiles = [choose(m) for m in range(1, 65)]
-        assert len({tile.split_k for tile in tiles if tile is not None}) == 1
-        assert all(tile is not None for tile in tiles)
-    assert op.choose_launch(4096, n, k, chip, blockwise=False) == op.Fp8Launch(None)
+        assert all(isinstance(tile, Tile) for tile in tiles)
+        assert len({tile.split_k for tile in tiles if isinstance(tile, Tile)}) == 1
+    assert op.choose_launch(4096, n, k, chip, blockwise=False) is op.Path.ROWS
+    assert op.choose_launch(4096, n, k, chip, blockwise=True) is op.Path.WIDENED
     assert wo.choose_launch(4096, n, k, chip)[0] is None
-    assert op.choose_launch(4096, n, k + 8, chip, blockwise=False).tile is not None
+    assert isinstance(op.choose_launch(4096, n, k + 8, chip, blockwise=False), Tile)
 
 
 @pytest.mark.interpreter
@@ -134,6 +135,16 @@ def test_weight_only_kernel_matches_reference(
     assert relative_error(y, fp8_weight_only_ref(x.double(), weight)) < 1e-3
     sliced = wo.run_sliced(x, weight, slice_n=128)
     assert relative_error(sliced, fp8_weight_only_ref(x.double(), weight)) < 2e-3
+
+
+@pytest.mark.interpreter
+def test_widened_slices_match_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "_SLICE_BYTES", 128 * 2 * 256)
+    weight = random_weight(300, 256, "block")
+    xq, sx = weight.quantise(random_x(5, 256, torch.float16))
+    y = op.run_widened(xq, sx, weight, torch.float16)
+    exact = fp8_gemm_ref(xq, sx, weight, torch.float64, torch.float64)
+    assert relative_error(y, exact) < 2e-3
 
 
 @pytest.mark.interpreter

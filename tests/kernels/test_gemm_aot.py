@@ -75,10 +75,10 @@ def test_dequantise() -> None:
 
 
 @pytest.mark.parametrize("sm", FP8_ARCHITECTURES)
-@pytest.mark.parametrize(("m", "blockwise"), [(1, False), (4096, True)])
+@pytest.mark.parametrize(("m", "blockwise"), [(1, False), (64, True)])
 def test_fp8_gemm(sm: int, m: int, blockwise: bool) -> None:
-    tile = fp8_gemm.choose_launch(m, N, K, CHIPS[sm], blockwise).tile
-    assert tile is not None
+    tile = fp8_gemm.choose_launch(m, N, K, CHIPS[sm], blockwise)
+    assert isinstance(tile, Tile)
     signature = {
         "x_ptr": "*fp8e4nv",
         "sx_ptr": "*fp32",
@@ -116,6 +116,9 @@ def test_fp8_weight_only(sm: int) -> None:
 
 
 def test_fp8_widen_and_scale() -> None:
+    blocks = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "out_ptr": "*bf16"}
+    values = {"SCALE_ROWS": 128, "BLOCK": 32}
+    assert_fits(fp8_gemm.widen_blocks_kernel, {**blocks, "rows": "i32", "K": "i32"}, values, 89)
     names = {"words_ptr": "*i16", "sw_ptr": "*fp32", "w_ptr": "*bf16", "N": "i32", "K": "i32"}
     rows = {"n_start": "i32", "n_stop": "i32"}
     widen = {"BLOCK_N": 16, "BLOCKWISE": True}

@@ -51,9 +51,16 @@ def _table(
     yield _row(header)
     yield _row(["---"] * len(header))
     ratios: dict[int, list[float]] = {}
-    for (proj, m), us in figures.items():
+    order = {"qkv": 0, "o": 1, "gate_up": 2, "down": 3}
+    for proj, m in sorted(figures, key=lambda cell: (order[cell[0]], cell[1])):
+        us = figures[proj, m]
         ours = us["ours"]
-        cells: list[object] = [proj, m, us.get("bound"), round(ours, 1)]
+        cells: list[object] = [
+            proj,
+            m,
+            round(us["bound"], 1) if "bound" in us else None,
+            round(ours, 1),
+        ]
         cells += [_ratio(us.get("bound"), ours)]
         cells += [None if name not in us else round(us[name], 1) for name in beside]
         if names:
@@ -65,6 +72,7 @@ def _table(
                 ratios.setdefault(m, []).append(best / ours)
         yield _row(cells)
     if ratios:
+        ratios = dict(sorted(ratios.items()))
         means = (f"M={m} {statistics.geometric_mean(r):.2f}" for m, r in ratios.items())
         yield ""
         yield "Geometric mean of best / ours over the projections: " + ", ".join(means) + "."
