@@ -115,6 +115,12 @@ class Residency:
         """Whether the adapter's bytes are still on their way into host memory."""
         return self._entries[lease.digest].state in (State.STORED, State.LOADING)
 
+    def waits_for_room(self, lease: Lease) -> bool:
+        """Whether only slots and pages, which others hold, keep the lease from running."""
+        entry = self._entries[lease.digest]
+        is_warm = entry.state in (State.WARM, State.COPYING, State.HOT)
+        return is_warm and entry.may_run(lease)
+
     def pages_needed(self, lease: Lease) -> int:
         """Pages the adapter has yet to take; 0 while unknown."""
         entry = self._entries[lease.digest]

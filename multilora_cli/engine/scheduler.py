@@ -31,6 +31,7 @@ class Leases(Protocol):
     def release(self, lease: Lease) -> None: ...
     def failure(self, lease: Lease) -> Failure | None: ...
     def is_loading(self, lease: Lease) -> bool: ...
+    def waits_for_room(self, lease: Lease) -> bool: ...
     def pages_needed(self, lease: Lease) -> int: ...
     def footprint(self, lease: Lease | None) -> int: ...
     def busy(self) -> bool: ...
@@ -224,7 +225,7 @@ class Scheduler:
             if self._is_hopeless(sequence, now) or (overdue and sequence.lease is not None):
                 continue
             if not self._is_ready(sequence):
-                if not overdue and now - sequence.waiting_since > self._limits.adapter_wait_s:
+                if not overdue and self._is_overdue(sequence, now):
                     overdue = True
                     spare = self._needs(sequence)
                 continue
@@ -240,6 +241,17 @@ class Scheduler:
         adapters = self._running_adapters
         full = len(adapters) >= self._limits.max_adapters and sequence.owner not in adapters
         return not full and self._leases.is_ready(sequence.lease)
+
+    def _is_overdue(self, sequence: Sequence, now: float) -> bool:
+        """Whether it waited too long for what those behind it would take. A load is no such wait:
+        it comes to an end whoever runs meanwhile."""
+        lease = sequence.lease
+        waited = now - sequence.waiting_since
+        return (
+            lease is not None
+            and waited > self._limits.adapter_wait_s
+            and self._leases.waits_for_room(lease)
+        )
 
     def _is_hopeless(self, sequence: Sequence, now: float) -> bool:
         """End a waiting sequence that can never run, or whose adapter cannot be had."""

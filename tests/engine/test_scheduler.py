@@ -242,8 +242,8 @@ def _walk(steps: int, seed: int) -> Counter[str]:
 
 def test_random_traffic() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(6):
-        seen += _walk(400, seed)
+    for seed in range(5):
+        seen += _walk(300, seed)
     for event in ("preemptions", "copies", "cached_tokens", "adapter_evictions", "adapter_loads",
                   "prefix_evictions", "stop", "length", "abort", "error"):  # fmt: skip
         assert seen[event] > 5, f"the walk hardly meets {event}: {seen}"
@@ -308,4 +308,38 @@ def test_an_overdue_adapter_holds_back_what_it_needs() -> None:
     for _ in range(20):
         rig.step()
     assert (rare, 0) in rig.ends and rig.ends[rare, 0].finish_reason in ("length", "stop")
+    rig.finish()
+
+
+def test_a_slow_load_holds_nobody_back() -> None:
+    rig = Rig(books=Books(num_pages=60))
+    hot = rig.submit([2] * 20, VERSIONS[0])
+    while (hot, 0) not in rig.ends:
+        rig.books.loaders.run_one(rig.random)
+        rig.step()
+    slow = rig.submit([3] * 20, VERSIONS[1])
+    rig.step()
+    rig.books.now += 30.0
+    rig.step()
+    others = [rig.submit([4] * 20, VERSIONS[0]), rig.submit([4] * 20)]
+    for _ in range(10):
+        rig.step()
+    assert {(other, 0) for other in others} <= set(rig.ends) and (slow, 0) in rig.open
+    rig.finish()
+
+
+def test_newcomers_to_a_draining_adapter_hold_nobody_back() -> None:
+    rig = Rig(books=Books(num_pages=60))
+    old = rig.submit([2] * 20, VERSIONS[0], max_tokens=300)
+    while rig.scheduler.num_running == 0:
+        rig.books.loaders.run_one(rig.random)
+        rig.step()
+    rig.engine.handle(EvictAdapter(1, VERSIONS[0].digest))
+    late = rig.submit([2] * 20, VERSIONS[0])
+    other = rig.submit([2] * 20, VERSIONS[1])
+    rig.books.now += 30.0
+    for _ in range(20):
+        rig.books.loaders.run_one(rig.random)
+        rig.step()
+    assert (other, 0) in rig.ends and {(old, 0), (late, 0)} <= rig.open
     rig.finish()
