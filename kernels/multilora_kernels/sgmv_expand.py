@@ -20,9 +20,8 @@ from multilora_kernels.work_lists import GroupLists, WorkLists
 
 
 @triton.jit
-def _load_task(tasks_ptr, index, Y_UNIT: tl.constexpr):
+def _load_task(task, Y_UNIT: tl.constexpr):
     """First tile, tiles, first column, column in y, first row, rows, first plane row, d_out."""
-    task = tasks_ptr + index * 16
     first, num_tiles = tl.load(task), tl.load(task + 1)
     # Stored in units, so that the compiler knows what they are multiples of.
     n_start, y_column = tl.load(task + 2) * 16, tl.load(task + 3) * Y_UNIT
@@ -33,8 +32,7 @@ def _load_task(tasks_ptr, index, Y_UNIT: tl.constexpr):
 
 @triton.jit
 def _load_pieces(
-    tasks_ptr,
-    index,
+    task_ptr,
     offsets_ptr,
     n_start,
     d_out,
@@ -44,15 +42,14 @@ def _load_pieces(
     BLOCK_N: tl.constexpr,
 ):
     """Table entries of a task's four pieces of B (-1: none), and log2 of the tiles side by side."""
-    task = tasks_ptr + index * 16 + 8
-    shift = tl.load(task + 4)
-    e0 = _load_entry(tl.load(task), offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+    shift = tl.load(task_ptr + 12)
+    e0 = _load_entry(tl.load(task_ptr + 8), offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
     n = n_start + (1 >> shift) * BLOCK_N
-    e1 = _load_entry(tl.load(task + 1), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    e1 = _load_entry(tl.load(task_ptr + 9), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
     n = n_start + (2 >> shift) * BLOCK_N
-    e2 = _load_entry(tl.load(task + 2), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    e2 = _load_entry(tl.load(task_ptr + 10), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
     n = n_start + (3 >> shift) * BLOCK_N
-    e3 = _load_entry(tl.load(task + 3), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    e3 = _load_entry(tl.load(task_ptr + 11), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
     return e0, e1, e2, e3, shift
 
 
@@ -76,32 +73,71 @@ def _expand_tile(
     n_start,
     d_out,
     plane,
+    next_task_ptr,
+    offsets_ptr,
+    next_n_start,
+    next_d_out,
+    CELL: tl.constexpr,
     CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    A_CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     SPLIT_K: tl.constexpr,
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, one rank tile, COLUMNS columns by multiply and sum."""
+    """One row, one rank tile, 4 * BLOCK_N columns by multiply and sum.
+
+    Returns the next task's table entries, loaded in the shadow of this one's weights.
+    """
     token = tl.load(row_ptr).to(tl.int64)
-    n = n_start + tl.arange(0, COLUMNS)
+    n = n_start + tl.arange(0, 4 * BLOCK_N)
     n_mask = n < d_out
     y_ptrs = y_ptr + token * stride_ym + n
     prior = tl.load(y_ptrs, mask=n_mask, other=0)
     k = tl.arange(0, 16)
     s = tl.arange(0, SPLITS)
-    width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
-    element = tl.multiple_of(entry & -16, 16)
-    b_ptrs = weights_ptr + element + (n % CHUNK)[:, None] * width + k[None, :]
-    b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
-    b = tl.load(b_ptrs, mask=b_mask, other=0)
+    b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     h_ptrs = planes_ptr + plane.to(tl.int64) * (SPLIT_K * 16) + s[:, None] * 16 + k[None, :]
     h_mask = (s < SPLIT_K)[:, None] & (entry >= 0)
-    h = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg"), axis=0)
-    delta = tl.sum(b.to(tl.float32) * h[None, :], axis=1)
+    h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
+    e0, e1, e2, e3, shift = _load_pieces(
+        next_task_ptr, offsets_ptr, next_n_start, next_d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
+    )
+    delta = tl.sum(b.to(tl.float32) * tl.sum(h, axis=0)[None, :], axis=1)
     tl.store(y_ptrs, (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=n_mask)
+    return e0, e1, e2, e3, shift
+
+
+@triton.jit
+def _piece_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
+    """The four pieces of B, [4, BLOCK_N, 16]."""
+    k = tl.arange(0, 16)
+    width = 16 - (entry & 1).to(tl.int32) * 8
+    element = (entry & -16)[:, None] + (n % CHUNK) * width[:, None]
+    element = tl.multiple_of(element, [8, 8])
+    b_mask = ((entry >= 0)[:, None] & n_mask)[:, :, None]
+    b_mask = b_mask & (k[None, None, :] < width[:, None, None])
+    return tl.load(weights_ptr + element[:, :, None] + k[None, None, :], mask=b_mask, other=0)
+
+
+@triton.jit
+def _piece_h(planes_ptr, plane, entry, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr):
+    """Partial sums of the four pieces' tiles, [4, SPLITS, 16]."""
+    s = tl.arange(0, SPLITS)
+    k = tl.arange(0, 16)
+    plane_row = plane.to(tl.int64) * SPLIT_K
+    h_ptrs = planes_ptr + (plane_row[:, None, None] + s[None, :, None]) * 16 + k[None, None, :]
+    h_mask = (entry >= 0)[:, None, None] & (s < SPLIT_K)[None, :, None]
+    return tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _side_by_side(e0, e1, e2, e3):
+    """Four scalars as a tensor of the pieces."""
+    piece = tl.arange(0, 4)
+    return tl.where(piece < 2, tl.where(piece == 0, e0, e1), tl.where(piece == 2, e2, e3))
 
 
 @triton.jit
@@ -123,6 +159,9 @@ def _expand_pieces(
     n_start,
     d_out,
     plane,
+    next_task_ptr,
+    next_n_start,
+    next_d_out,
     CELL: tl.constexpr,
     CHUNK: tl.constexpr,
     A_CHUNKS: tl.constexpr,
@@ -131,7 +170,7 @@ def _expand_pieces(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, several rank tiles: four pieces side by side by multiply and sum."""
+    """One row, several rank tiles: four pieces side by side; returns as `_expand_tile`."""
     side = 1 << shift
     piece = tl.arange(0, 4)
     tile = piece & (side - 1)
@@ -142,32 +181,26 @@ def _expand_pieces(
     token = tl.load(row_ptr).to(tl.int64)
     y_ptrs = y_ptr + token * stride_ym + n
     prior = tl.load(y_ptrs, mask=is_stored, other=0)
-    k = tl.arange(0, 16)
-    s = tl.arange(0, SPLITS)
-    acc = tl.zeros([4, BLOCK_N], dtype=tl.float32)
-    for t in range(0, num_tiles, side):
-        if t > 0:  # more than four tiles: then all four pieces share columns
-            cells = tiles_ptr + (first + t) * 4
-            left = num_tiles - t
-            e0 = _more(cells, 0, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-            e1 = _more(cells, 1, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-            e2 = _more(cells, 2, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-            e3 = _more(cells, 3, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-        entry = tl.where(piece < 2, tl.where(piece == 0, e0, e1), tl.where(piece == 2, e2, e3))
-        width = 16 - (entry & 1).to(tl.int32) * 8
-        element = (entry & -16)[:, None] + (n % CHUNK) * width[:, None]
-        element = tl.multiple_of(element, [8, 8])
-        b_mask = ((entry >= 0)[:, None] & n_mask)[:, :, None]
-        b_mask = b_mask & (k[None, None, :] < width[:, None, None])
-        b_ptrs = weights_ptr + element[:, :, None] + k[None, None, :]
-        b = tl.load(b_ptrs, mask=b_mask, other=0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        plane_row = (plane + t + tile).to(tl.int64) * SPLIT_K
-        h_ptrs = planes_ptr + (plane_row[:, None, None] + s[None, :, None]) * 16 + k[None, None, :]
-        h_mask = (entry >= 0)[:, None, None] & (s < SPLIT_K)[None, :, None]
-        h = tl.sum(tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg"), axis=1)
-        acc += tl.sum(b.to(tl.float32) * h[:, None, :], axis=2)
+    entry = _side_by_side(e0, e1, e2, e3)
+    b = _piece_b(weights_ptr, entry, n, n_mask, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    h = _piece_h(planes_ptr, plane + tile, entry, SPLIT_K, SPLITS)
+    n0, n1, n2, n3, next_shift = _load_pieces(
+        next_task_ptr, offsets_ptr, next_n_start, next_d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
+    )
+    acc = tl.sum(b.to(tl.float32) * tl.sum(h, axis=1)[:, None, :], axis=2)
+    for t in range(side, num_tiles, side):  # more than four tiles: all pieces share columns
+        cells = tiles_ptr + (first + t) * 4
+        left = num_tiles - t
+        e0 = _more(cells, 0, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        e1 = _more(cells, 1, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        e2 = _more(cells, 2, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        e3 = _more(cells, 3, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        entry = _side_by_side(e0, e1, e2, e3)
+        b = _piece_b(weights_ptr, entry, n, n_mask, CHUNK)
+        h = _piece_h(planes_ptr, plane + t + tile, entry, SPLIT_K, SPLITS)
+        acc += tl.sum(b.to(tl.float32) * tl.sum(h, axis=1)[:, None, :], axis=2)
     pairs = tl.reshape(acc, [2, 2, BLOCK_N])
     two = tl.sum(pairs, axis=1)
     four = tl.sum(two, axis=0)
@@ -176,6 +209,7 @@ def _expand_pieces(
     merged = tl.where(shift == 0, pairs, tl.where(shift == 1, twos, fours))
     delta = tl.reshape(merged, [4, BLOCK_N])
     tl.store(y_ptrs, (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=is_stored)
+    return n0, n1, n2, n3, next_shift
 
 
 @triton.jit
@@ -290,40 +324,45 @@ def expand_decode_kernel(
     offsets = offsets_ptr + layer_start
     # As in the shrink: records and table entries are loaded one task ahead.
     first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
-        tasks_ptr, task, Y_UNIT
+        tasks_ptr + task * 16, Y_UNIT
     )
     e0, e1, e2, e3, shift = _load_pieces(
-        tasks_ptr, task, offsets, n_start, d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
+        tasks_ptr + task * 16, offsets, n_start, d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
     )
     total = tl.load(counts_ptr + 1)
     while task < total:
         y_start = y_ptr + y_column
         row_ptr = rows_ptr + start
+        following = tasks_ptr + tl.minimum(task + stride, total - 1) * 16
+        f_first, f_tiles, f_n, f_column, f_start, f_rows, f_plane, f_d_out = _load_task(
+            following, Y_UNIT
+        )
         if num_rows > 1:
+            f0, f1, f2, f3, f_shift = _load_pieces(
+                following, offsets, f_n, f_d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
+            )
             _expand_rows(
                 planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, row_ptr,
                 first, num_tiles, e0, n_start, d_out, plane, num_rows,
                 CELL, CHUNK, A_CHUNKS, BLOCK_M, ROWS_N, SPLIT_K, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
         elif (num_tiles == 1) & (4 * BLOCK_N <= CHUNK):
-            _expand_tile(
+            f0, f1, f2, f3, f_shift = _expand_tile(
                 planes_ptr, weights_ptr, y_start, stride_ym, row_ptr, e0, n_start, d_out, plane,
-                CHUNK, 4 * BLOCK_N, SPLIT_K, SPLITS, PDL,
+                following, offsets, f_n, f_d_out,
+                CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
             )  # fmt: skip
         else:
-            _expand_pieces(
+            f0, f1, f2, f3, f_shift = _expand_pieces(
                 planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, row_ptr,
                 first, num_tiles, e0, e1, e2, e3, shift, n_start, d_out, plane,
+                following, f_n, f_d_out,
                 CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
             )  # fmt: skip
         task += stride
-        following = tl.minimum(task, total - 1)
-        first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
-            tasks_ptr, following, Y_UNIT
-        )
-        e0, e1, e2, e3, shift = _load_pieces(
-            tasks_ptr, following, offsets, n_start, d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
-        )
+        first, num_tiles, n_start, y_column = f_first, f_tiles, f_n, f_column
+        start, num_rows, plane, d_out = f_start, f_rows, f_plane, f_d_out
+        e0, e1, e2, e3, shift = f0, f1, f2, f3, f_shift
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -351,7 +390,7 @@ def expand_prefill_kernel(
     PRECISION: tl.constexpr,
 ):
     first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
-        tasks_ptr, tl.program_id(0), Y_UNIT
+        tasks_ptr + tl.program_id(0) * 16, Y_UNIT
     )
     offsets = offsets_ptr + layer_start
     m = tl.arange(0, BLOCK_M)

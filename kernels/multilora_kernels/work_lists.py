@@ -6,8 +6,8 @@ kernel writes them out, in place, as
     tiles  int32 [.., 4]   cell, first row in `rows`, number of rows, first row in the planes
     tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
                            in y / y_unit, first row, number of rows, first plane row, the module's
-                           d_out / y_unit, cells of the four pieces side by side (-1: none), log2 of the
-                           tiles side by side, 0, 0, 0
+                           d_out / y_unit, cells of the four pieces side by side (-1: none), log2
+                           of the tiles side by side, 0, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
