@@ -101,14 +101,27 @@ class Adapters:
         return {e.digest: e.name for e in self.registry.entries() if e.digest is not None}
 
     def listing(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Every adapter with tier, pages and use; `counts` are its requests so far."""
-        rows = [self._row(entry, counts) for entry in self.registry.entries()]
-        resident = [row for row in rows if row["tier"] in ("warm", "hot")]
+        """Every adapter with tier, pages and use; `counts` are its requests so far.
+
+        `generations` are the versions that the engine holds, those without a name included: they
+        are retired, and go when their last request ends.
+        """
+        entries = self.registry.entries()
+        by_digest: dict[str, list[AdapterEntry]] = {}
+        for entry in entries:
+            if entry.digest is not None:
+                by_digest.setdefault(entry.digest, []).append(entry)
+        held = [
+            status for status in self._client.statuses.values() if status.tier in ("warm", "hot")
+        ]
+        generations = [_generation(status, by_digest.get(status.digest, [])) for status in held]
         return {
             "object": "list",
-            "data": rows,
-            "resident_generations": len(resident),
-            "resident_bytes": sum(row["host_bytes"] for row in resident),
+            "data": [self._row(entry, counts) for entry in entries],
+            "generations": generations,
+            "resident_generations": len(held),
+            "retired_generations": sum(row["retired"] for row in generations),
+            "resident_bytes": sum(status.host_bytes for status in held),
         }
 
     def _row(self, entry: AdapterEntry, counts: Mapping[str, int]) -> dict[str, Any]:
@@ -207,6 +220,19 @@ class Adapters:
 
 
 _COLD = AdapterStatus("", "cold", 0, 0, 0, False, 0, 0, -1.0)
+
+
+def _generation(status: AdapterStatus, entries: list[AdapterEntry]) -> dict[str, Any]:
+    """A version that the engine holds, and the names that stand for it."""
+    return {
+        "generation": max((entry.generation for entry in entries), default=None),
+        "digest": f"sha256:{status.digest}",
+        "aliases": [entry.name for entry in entries],
+        "rank": max((entry.rank for entry in entries), default=None),
+        "bytes": status.host_bytes,
+        "retired": not entries,
+        "active_leases": status.references,
+    }
 
 
 def _ref(entry: AdapterEntry) -> AdapterRef:

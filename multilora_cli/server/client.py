@@ -156,7 +156,7 @@ class EngineClient:
             reply = await self._call(call_id, Query(call_id), timeout_s)
             if reply.snapshot is not None:
                 self.snapshot = reply.snapshot
-                self.statuses |= {status.digest: status for status in reply.snapshot.adapters}
+                self.statuses = {status.digest: status for status in reply.snapshot.adapters}
         return self.snapshot
 
     def begin_drain(self) -> None:

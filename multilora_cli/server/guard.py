@@ -33,7 +33,7 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        reply = _Reply(send, _request_id(scope), self._count)
+        reply = _Reply(send, _request_id(scope), lambda status: self._answered(scope, status))
         try:
             self._check(scope)
             await self._app(scope, receive, reply.send)
@@ -44,6 +44,11 @@ class Guard:
         except Exception:
             _log.exception("request %s failed", reply.request_id.decode())
             await reply.fail(internal_error())
+
+    def _answered(self, scope: Scope, status: int) -> None:
+        self._count(status)
+        path = scope["path"][:200].encode("unicode_escape").decode()  # one line, whatever it is
+        _log.info("%s %s: %d", scope["method"], path, status)
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]

@@ -104,7 +104,7 @@ class RequestMeter:
 
     def finished(self, reason: str) -> None:
         """The request ended; `reason` is a finish reason, abort or error."""
-        self._metrics.requests.labels(finished_reason=reason).inc()
+        self._metrics.ended(reason)
         self._metrics.e2e.observe(time.monotonic() - self._started_s)
 
     def _first(self, ttft_s: float) -> None:
@@ -140,15 +140,20 @@ class Metrics:
             "vllm:generation_tokens", "Generated tokens.", names, registry=self.registry
         )
         self.generation_tokens = tokens.labels(**labels)
+        self._labels = labels
         self.requests = Counter(
             "vllm:request_success",
             "Ended requests by reason.",
-            ("finished_reason",),
+            (*names, "finished_reason"),
             registry=self.registry,
         )
         self.replies = Counter(
             "mlora_http_replies", "HTTP replies by status.", ("status",), registry=self.registry
         )
+
+    def ended(self, reason: str) -> None:
+        """A request ended; `reason` is a finish reason, abort or error."""
+        self.requests.labels(**self._labels, finished_reason=reason).inc()
 
     def meter(self, adapter: str | None, prompt_tokens: int) -> RequestMeter:
         """Begin to count a request; `adapter` is a registered name or None for the base."""
@@ -215,7 +220,8 @@ class _Scrape(Collector):
             if name.endswith("_s"):
                 yield _gauge(f"mlora_engine_{name}econds", "Of the engine.", value)
             else:
-                yield CounterMetricFamily(_VLLM.get(name, f"mlora_engine_{name}"), name, value)
+                own = f"mlora_engine_{name}"
+                yield _counter(_VLLM.get(name, own), value, labels if name in _VLLM else None)
 
     def _lora_info(self, snapshot: Snapshot) -> Metric:
         """vLLM's one LoRA metric, letter for letter: routers parse its labels."""
@@ -287,6 +293,12 @@ _VLLM = {
     "cached_tokens": "vllm:prefix_cache_hits",  # vLLM counts both in tokens
     "prompt_tokens": "vllm:prefix_cache_queries",
 }
+
+
+def _counter(name: str, value: float, labels: Mapping[str, str] | None) -> Metric:
+    family = CounterMetricFamily(name, "Of the engine.", labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
 
 
 def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:

@@ -236,6 +236,11 @@ def test_adapter_list(http, server):
     assert set(row) >= {
         "pinned", "in_flight", "last_used_s", "hits", "loads", "bytes", "modules", "pin", "detail",
     }  # fmt: skip
+    listed = http.get("/v1/lora_adapters").json()
+    (held,) = [g for g in listed["generations"] if g["digest"] == row["digest"]]
+    assert (held["aliases"], held["retired"], held["generation"]) == (["upper"], False, 1)
+    assert listed["resident_generations"] == len(listed["generations"])
+    assert listed["retired_generations"] == 0
     folder = write_adapter(server.folder / "pinned", seed=50)
     assert rows(http).get("pinned") is None
     assert load(http, "pinned", folder, pinned=True).status_code == 200

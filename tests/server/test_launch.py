@@ -253,6 +253,23 @@ def test_engine_killed(launch):
         assert "mlora_engine_restarts_total 1.0" in http.get("/metrics").text
 
 
+def test_engine_stopped_for_a_while(launch):
+    """F05: a stall is noticed and told; streams go on afterwards; nothing is restarted."""
+    server = launch()
+    url, engine = server.ready()
+    streams = Streams(url, 3, 200)
+    os.kill(engine, signal.SIGSTOP)
+    with httpx.Client(base_url=url, timeout=10) as http:
+        wait_for(lambda: http.get("/readyz").status_code == 503, 10)
+        assert http.get("/health").json()["status"] == "degraded"
+        os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: http.get("/readyz").status_code == 200, 10)
+        assert http.get("/health").json() == {"status": "ready", "reason": None}
+    for text in streams.join():
+        assert text.endswith("data: [DONE]\n\n")
+    assert len([words for words in server.lines if words[0] == "ready"]) == 1
+
+
 def test_front_killed(launch):
     """F04: the engine goes with it, the port is free."""
     server = launch()

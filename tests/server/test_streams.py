@@ -210,7 +210,7 @@ def test_client_goes_away(serve_fleet, stream, silent):
     with httpx.Client(base_url=server.url, timeout=10) as http:
         body = {"lora_name": "upper"}
         assert http.post("/v1/unload_lora_adapter", json=body).status_code == 200
-        assert 'finished_reason="abort"} 20.0' in http.get("/metrics").text
+        assert 'finished_reason="abort",model_name="demo"} 20.0' in http.get("/metrics").text
 
 
 def test_a_client_that_reads_slowly_is_cut_off(serve_fleet, monkeypatch):
