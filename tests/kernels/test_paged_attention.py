@@ -19,7 +19,7 @@ from tests.kernels.attention_cases import (
 CHOICE = {
     "BLOCK_N": 16,
     "min_split": 32,
-    "MAX_SPLITS": 4,
+    "MAX_SPLITS": 8,
     "slots": 16,
     "num_warps": 4,
     "num_stages": 2,
@@ -66,12 +66,12 @@ def test_decode_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -
 @pytest.mark.interpreter
 def test_decode_rows_alone_and_lanes_interpreted() -> None:
     """A row alone, and any division of a row's splits over programs: the same bits."""
-    case = attention_case([(1, n) for n in (33, 0, 150, 64)])
+    case = attention_case([(1, n) for n in (33, 0, 300, 64)])
     together = run_decode(case)
     assert torch.equal(together[1], torch.zeros_like(together[1]))
     for index in range(4):
         assert torch.equal(run_decode(case.row(index))[0], together[index]), index
-    for slots in (1, 12):
+    for slots in (1, 4, 60):
         assert torch.equal(run_decode(case, slots=slots), together), slots
     assert torch.equal(run_decode(case), together)  # the counters were left at zero
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multilora_kernels.launch import RTX_4090, force_chip
+from multilora_kernels.launch import H200, RTX_4090, force_chip
 from multilora_kernels.paged_attention import AttentionBatch, paged_attention
+from multilora_kernels.paged_decode import decode_choice, paged_decode
 from multilora_kernels.store_kv import store_kv, store_kv_ref
 from tests.kernels.attention_cases import (
     TOLERANCE,
@@ -76,6 +77,21 @@ def test_rows_alone_and_repeats_are_bit_equal_gpu(window: int | None) -> None:
         alone = run(case.row(index), window)
         assert torch.equal(alone, together[start : start + query_len]), index
         start += query_len
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+def test_division_over_programs_keeps_the_bits_gpu(window: int | None) -> None:
+    """Whole rows, whole sections, single splits to a program: the same bits."""
+    case = attention_case(DECODES, (32, 8), 128, torch.bfloat16, "cuda")
+    choice = decode_choice(H200, 128, 4, 2)
+    arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
+    expected = torch.empty_like(case.q)
+    paged_decode(*arguments, window, expected, {**choice, "slots": 1})
+    check(case, expected, window)
+    for slots in (7, 60, 132, 264, 500, 2000, 100_000):
+        out = torch.full_like(case.q, float("nan"))
+        paged_decode(*arguments, window, out, {**choice, "slots": slots})
+        assert torch.equal(out, expected), slots
 
 
 def test_captured_graph_replays_other_lengths_gpu() -> None:
