@@ -3,25 +3,45 @@
 `KINDS[name].build(folder)` spoils a good adapter folder (`write_good`) for the F1 base.
 """
 
-import json
 import os
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-from safetensors.numpy import load_file, save_file
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-RANK = 4
-Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-V_B = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-Array = np.ndarray[Any, np.dtype[Any]]
+from tests.adapters.spoil import (
+    CONFIG,
+    Q_A,
+    Q_B,
+    V_B,
+    WEIGHTS,
+    bin_alone,
+    config_bytes,
+    config_text,
+    duplicate_tensor,
+    entry,
+    fake_sparse,
+    fields,
+    header,
+    header_text,
+    index,
+    lookalike,
+    loop,
+    many,
+    overlap,
+    raw_file,
+    renamed,
+    replaced_by,
+    shards,
+    shift,
+    swap,
+    symlink,
+    tensors,
+    value,
+    weights,
+    without,
+)
 
 
 @dataclass(frozen=True)
@@ -33,243 +53,25 @@ class Kind:
     when: str = "header"  # or "values": found when the image is built
 
 
-def good_tensors(seed: int = 0) -> dict[str, Array]:
-    """q_proj and v_proj of both layers of F1, rank 4, float32."""
-    random = np.random.default_rng(seed)
-    tensors: dict[str, Array] = {}
-    for layer in (0, 1):
-        for module, d_out in (("q_proj", 64), ("v_proj", 32)):
-            path = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            a, b = random.normal(size=(RANK, 64)), random.normal(size=(d_out, RANK))
-            tensors[f"{path}.lora_A.weight"] = a.astype(np.float32)
-            tensors[f"{path}.lora_B.weight"] = b.astype(np.float32)
-    return tensors
-
-
-def write_good(folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """A small valid adapter, written without PEFT."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": RANK,
-        "lora_alpha": 8,
-        "target_modules": ["q_proj", "v_proj"],
-    }
-    (folder / CONFIG).write_text(json.dumps(config | fields))
-    save_file(good_tensors(seed), folder / WEIGHTS, metadata={"format": "pt"})
-    return folder
-
-
-# ---------------------------------------------------------------- ways to spoil
-
-
-def fields(**changes: Any) -> Callable[[Path], object]:
-    """Set fields of the config."""
-
-    def build(folder: Path) -> None:
-        config = json.loads((folder / CONFIG).read_text())
-        (folder / CONFIG).write_text(json.dumps(config | changes))
-
-    return build
-
-
-def without(*names: str) -> Callable[[Path], object]:
-    """Remove files."""
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
-def config_bytes(raw: bytes) -> Callable[[Path], object]:
-    """Replace the config by these bytes."""
-    return lambda folder: (folder / CONFIG).write_bytes(raw)
-
-
-def config_text(**spellings: str) -> Callable[[Path], object]:
-    """Set fields to JSON text that json.dumps would not write."""
-
-    def build(folder: Path) -> None:
-        text = (folder / CONFIG).read_text().rstrip("}")
-        extra = ", ".join(f'"{key}": {value}' for key, value in spellings.items())
-        kept = json.loads(text + "}")
-        body = json.dumps({k: v for k, v in kept.items() if k not in spellings}).rstrip("}")
-        (folder / CONFIG).write_text(f"{body}, {extra}}}")
-
-    return build
-
-
-def tensors(edit: Callable[[dict[str, Array]], Mapping[str, Array]]) -> Callable[[Path], object]:
-    """Rewrite the tensors, validly."""
-
-    def build(folder: Path) -> None:
-        changed = {n: np.ascontiguousarray(t) for n, t in edit(load_file(folder / WEIGHTS)).items()}
-        save_file(changed, folder / WEIGHTS)
-
-    return build
-
-
-def split_file(raw: bytes) -> tuple[bytes, bytes]:
-    """Header JSON and data of a safetensors file."""
-    length = struct.unpack("<Q", raw[:8])[0]
-    return raw[8 : 8 + length], raw[8 + length :]
-
-
-def raw_file(header: bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file of these parts, with a length field that may lie."""
-    return struct.pack("<Q", len(header) if length is None else length) + header + data
-
-
-def header(edit: Callable[[dict[str, Any]], object], pad: bytes = b"") -> Callable[[Path], object]:
-    """Edit the header's JSON in place, data untouched, `pad` appended."""
-
-    def build(folder: Path) -> None:
-        text, data = split_file((folder / WEIGHTS).read_bytes())
-        parsed = json.loads(text)
-        edit(parsed)
-        (folder / WEIGHTS).write_bytes(raw_file(json.dumps(parsed).encode(), data + pad))
-
-    return build
-
-
-def header_text(edit: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Edit the header's bytes, data untouched."""
-
-    def build(folder: Path) -> None:
-        text, data = split_file((folder / WEIGHTS).read_bytes())
-        (folder / WEIGHTS).write_bytes(raw_file(edit(text), data))
-
-    return build
-
-
-def weights(edit: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Edit the weight file's bytes."""
-
-    def build(folder: Path) -> None:
-        path = folder / WEIGHTS
-        path.write_bytes(edit(path.read_bytes()))
-
-    return build
-
-
-def entry(name: str = Q_A, **changes: Any) -> Callable[[Path], object]:
-    """Change one tensor's header entry."""
-    return header(lambda parsed: parsed[name].update(changes))
-
-
-def renamed(old: str, new: str) -> Callable[[Path], object]:
-    """Rename one tensor."""
-    return tensors(lambda ts: {new if name == old else name: t for name, t in ts.items()})
-
-
-def value(name: str, index: int | slice, number: float) -> Callable[[Path], object]:
-    """Set elements of one tensor."""
-
-    def edit(ts: dict[str, Array]) -> dict[str, Array]:
-        flat = ts[name].copy().reshape(-1)
-        flat[index] = number
-        return ts | {name: flat.reshape(ts[name].shape)}
-
-    return tensors(edit)
-
-
-def replaced_by(make: Callable[[Path], object], name: str = WEIGHTS) -> Callable[[Path], object]:
-    """Something else in place of a file."""
-
-    def build(folder: Path) -> None:
-        (folder / name).unlink()
-        make(folder / name)
-
-    return build
-
-
-def _symlink(path: Path) -> None:
-    target = path.parent / "elsewhere"
-    target.write_bytes(b"x")
-    path.symlink_to(target)
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _shards(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00001.safetensors")
-
-
-def _index(weight_map: Any) -> Callable[[Path], object]:
-    def build(folder: Path) -> None:
-        _shards(folder)
-        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-    return build
-
-
-def _pickle(folder: Path) -> None:
-    torch.save({"x": torch.ones(1)}, folder / "adapter_model.bin")
-    (folder / WEIGHTS).unlink()
-
-
-def _lookalike(folder: Path) -> None:
-    without(CONFIG)(folder)
-    (folder / WEIGHTS).rename(folder / "lora.safetensors")
-
-
-def _duplicate_tensor(text: bytes) -> bytes:
-    parsed = json.loads(text)
-    again = json.dumps({Q_A: parsed[Q_A]})[1:-1].encode()
-    return text.rstrip()[:-1] + b"," + again + b"}"
-
-
-def _many(count: int) -> bytes:
-    empty = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
-    return raw_file(json.dumps(empty).encode())
-
-
-def _fake_sparse(size: int) -> Callable[[Path], object]:
-    """A header that claims `size` bytes in a sparse file that really is so long."""
-
-    def build(folder: Path) -> None:
-        with (folder / WEIGHTS).open("wb") as file:
-            file.write(struct.pack("<Q", size))
-            file.truncate(8 + size)
-
-    return build
-
-
-def _swap(parsed: dict[str, Any]) -> None:
-    parsed[Q_A]["data_offsets"].reverse()
-
-
-def _overlap(parsed: dict[str, Any]) -> None:
-    parsed[Q_A]["data_offsets"] = parsed[V_B]["data_offsets"] = [0, 1024]
-    parsed[V_B]["shape"] = [64, 4]
-
-
-def _shift(parsed: dict[str, Any]) -> None:
-    for info in parsed.values():
-        if "data_offsets" in info:
-            info["data_offsets"] = [offset + 16 for offset in info["data_offsets"]]
-
-
 KINDS: dict[str, Kind] = {
     # folder
     "no-config": Kind(without(CONFIG), ("no adapter_config.json", WEIGHTS)),
     "no-weights": Kind(without(WEIGHTS), ("no weights", WEIGHTS, "index")),
     "empty-folder": Kind(without(CONFIG, WEIGHTS), ("empty folder",)),
-    "bin-alone": Kind(_pickle, ("adapter_model.bin", "pickle")),
-    "foreign-format": Kind(_lookalike, ("no adapter_config.json", "lora.safetensors")),
-    "shards-without-index": Kind(_shards, ("1 shards but no", "index")),
-    "index-not-object": Kind(_index([]), ("weight_map",)),
-    "index-leaves-folder": Kind(_index({Q_A: "../x.safetensors"}), ("weight_map",)),
+    "bin-alone": Kind(bin_alone, ("adapter_model.bin", "pickle")),
+    "foreign-format": Kind(lookalike, ("no adapter_config.json", "lora.safetensors")),
+    "shards-without-index": Kind(shards, ("1 shards but no", "index")),
+    "index-not-object": Kind(index([]), ("weight_map",)),
+    "index-leaves-folder": Kind(index({Q_A: "../x.safetensors"}), ("weight_map",)),
     "index-misses-tensors": Kind(
-        _index({Q_A: "adapter_model-00001-of-00001.safetensors"}), ("index and", "disagree")
+        index({Q_A: "adapter_model-00001-of-00001.safetensors"}), ("index and", "disagree")
     ),
     "index-names-absent-file": Kind(
-        _index({Q_A: "adapter_model-00002-of-00002.safetensors"}), ("no such file", "00002")
+        index({Q_A: "adapter_model-00002-of-00002.safetensors"}), ("no such file", "00002")
     ),
-    "symlink": Kind(replaced_by(_symlink), (WEIGHTS, "symlink")),
-    "symlink-loop": Kind(replaced_by(_loop), (WEIGHTS, "symlink")),
-    "config-symlink": Kind(replaced_by(_symlink, CONFIG), (CONFIG, "symlink")),
+    "symlink": Kind(replaced_by(symlink), (WEIGHTS, "symlink")),
+    "symlink-loop": Kind(replaced_by(loop), (WEIGHTS, "symlink")),
+    "config-symlink": Kind(replaced_by(symlink, CONFIG), (CONFIG, "symlink")),
     "fifo": Kind(replaced_by(os.mkfifo), (WEIGHTS, "FIFO")),
     "config-fifo": Kind(replaced_by(os.mkfifo, CONFIG), (CONFIG, "FIFO")),
     "folder-in-place": Kind(replaced_by(Path.mkdir), (WEIGHTS, "folder")),
@@ -394,14 +196,14 @@ KINDS: dict[str, Kind] = {
     "length-99-mb": Kind(
         weights(lambda raw: raw_file(b"{}", b" " * 1024, 99_000_000)), ("claims", "99,000,000")
     ),
-    "length-100-mb-real": Kind(_fake_sparse(100_000_000), ("100,000,000", "limit")),
-    "file-5-gb": Kind(_fake_sparse(5 * 2**30), ("5,368,709,128", "limit")),
+    "length-100-mb-real": Kind(fake_sparse(100_000_000), ("100,000,000", "limit")),
+    "file-5-gb": Kind(fake_sparse(5 * 2**30), ("5,368,709,128", "limit")),
     "header-not-utf8": Kind(header_text(lambda t: t.replace(b"format", b"form\xff\xfe")), ("UTF",)),
     "header-leading-spaces": Kind(header_text(lambda t: b"  " + t), ("does not start with {",)),
     "header-depth": Kind(header_text(lambda t: b'{"a":' + b"[" * 200_000), ("nested",)),
     "header-list": Kind(header_text(lambda t: b"[]"), ("does not start with {",)),
     "header-garbage-after": Kind(header_text(lambda t: t + b"x"), ("not JSON",)),
-    "duplicate-tensor": Kind(header_text(_duplicate_tensor), (Q_A, "appears twice")),
+    "duplicate-tensor": Kind(header_text(duplicate_tensor), (Q_A, "appears twice")),
     "duplicate-metadata": Kind(
         header_text(lambda t: b'{"__metadata__":{},' + t[1:]), ("'__metadata__' appears twice",)
     ),
@@ -409,10 +211,10 @@ KINDS: dict[str, Kind] = {
         header(lambda p: p.update(__metadata__={"format": 1})), ("__metadata__", "strings")
     ),
     "metadata-list": Kind(header(lambda p: p.update(__metadata__=[])), ("__metadata__",)),
-    "20,001-tensors": Kind(weights(lambda raw: _many(20_001)), ("20,001 tensors", "20,000")),
+    "20,001-tensors": Kind(weights(lambda raw: many(20_001)), ("20,001 tensors", "20,000")),
     # tensors in the header
-    "overlap": Kind(header(_overlap), ("begins", "before the end")),
-    "hole": Kind(header(_shift, pad=b"\0" * 16), ("begins 16 bytes after",)),
+    "overlap": Kind(header(overlap), ("begins", "before the end")),
+    "hole": Kind(header(shift, pad=b"\0" * 16), ("begins 16 bytes after",)),
     "trailing-bytes": Kind(weights(lambda raw: raw + b"\0" * 8), ("the file holds",)),
     "one-byte-short": Kind(weights(lambda raw: raw[:-1]), (WEIGHTS,)),
     "half-the-file": Kind(weights(lambda raw: raw[: len(raw) // 2]), (WEIGHTS, "within the file")),
@@ -421,7 +223,7 @@ KINDS: dict[str, Kind] = {
         header_text(lambda t: t.replace(b"[0,", b"[-0,")), ("negative number -0",)
     ),
     "offset-float": Kind(entry(data_offsets=[0.0, 1024]), (Q_A, "data_offsets", "0.0")),
-    "offset-swapped": Kind(header(_swap), (Q_A, "data_offsets")),
+    "offset-swapped": Kind(header(swap), (Q_A, "data_offsets")),
     "offset-beyond": Kind(entry(data_offsets=[0, 2**40]), (Q_A, "within the file")),
     "offset-one": Kind(entry(data_offsets=[0]), (Q_A, "data_offsets")),
     "shape-overflow": Kind(entry(shape=[2**32, 2**32, 2**32]), (Q_A, "bytes")),

@@ -20,7 +20,7 @@ from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config, read_geometry
 from multilora_kernels.layout import MODULES, page_bytes, plan_image
 from tests.adapters.adapter_oracle import built, plan_for, read, unpacked
-from tests.adapters.malformed import CONFIG, WEIGHTS, good_tensors, write_good
+from tests.adapters.spoil import CONFIG, WEIGHTS, good_tensors, write_good
 
 
 def geometry(hidden: int, inner: int, heads: int, kv_heads: int, layers: int) -> ModelGeometry:

@@ -25,7 +25,8 @@ from tests.adapters.adapter_oracle import (
     read,
     rename_tensors,
 )
-from tests.adapters.malformed import KINDS, Q_A, WEIGHTS, write_good
+from tests.adapters.malformed import KINDS
+from tests.adapters.spoil import Q_A, WEIGHTS, write_good
 from tests.signature import load_base, peft_adapter, tiny_base
 
 

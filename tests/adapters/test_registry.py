@@ -11,7 +11,8 @@ import pytest
 from multilora_cli.adapters.registry import AdapterEntry, AdapterRequest, Registry, ServedBase
 from multilora_cli.errors import AdapterError, AdapterUnavailable, RequestError
 from multilora_cli.sizing.geometry import read_geometry
-from tests.adapters.malformed import KINDS, write_good
+from tests.adapters.malformed import KINDS
+from tests.adapters.spoil import write_good
 
 
 @pytest.fixture

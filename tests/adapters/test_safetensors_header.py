@@ -19,7 +19,7 @@ from multilora_cli.adapters.safetensors_header import (
     read_header,
 )
 from tests.adapters.adapter_oracle import aged
-from tests.adapters.malformed import raw_file, split_file
+from tests.adapters.spoil import raw_file, split_file
 
 # What we refuse on purpose although the library accepts it, by the reason of our error.
 STRICTER = {

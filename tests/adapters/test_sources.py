@@ -17,7 +17,7 @@ from multilora_cli.adapters.source.local import allowed_folder
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters.adapter_oracle import assert_equals_peft, built, plan_for
-from tests.adapters.malformed import write_good
+from tests.adapters.spoil import write_good
 from tests.signature import SEVEN
 
 
