@@ -24,7 +24,9 @@ from multilora_cli.memory.page_pool import IntegrityError
 
 _log = logging.getLogger(__name__)
 
-_COPY_BYTES_PER_S = 20e9  # host to device over PCIe 4 x16; only weighs eviction
+# Of the adapters that wait for room, only the oldest few are tried in each step: a thousand that
+# wait must not cost the running sequences time.
+_LOOK_AHEAD = 4
 _RETRY_S = (1.0, 60.0)  # first and longest pause after a failed load
 
 
@@ -72,6 +74,7 @@ class Residency:
         self._serial += 1
         lease = Lease(version.digest, order, self._serial)
         entry.leases.add(lease)
+        entry.leases_changed()
         self._pending.add(entry)
         return lease
 
@@ -84,6 +87,7 @@ class Residency:
             raise IntegrityError(f"adapter {lease.digest[:12]} acquired twice by one lease")
         lease.running = True
         entry.running += 1
+        entry.leases_changed()
         entry.hits += 1
         self._touch(entry)
         return entry.placement.slot
@@ -104,6 +108,7 @@ class Residency:
         entry = self._entries[lease.digest]
         self._stop(entry, lease)
         entry.leases.remove(lease)
+        entry.leases_changed()
         lease.released = True
         self._unhold(entry)
 
@@ -183,6 +188,7 @@ class Residency:
             self._done.append(Done(call.call_id, self._standing(entry), reason))
         entry.calls.clear()
         entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
+        entry.leases_changed()
         self._pending.add(entry)
 
     # ---- between steps
@@ -193,17 +199,25 @@ class Residency:
             self._hot.flush()
             return
         for entry in list(self._pending):
-            self._finish_load(entry)
-            self._finish_copy(entry)
-            self._finish_drains(entry)
-            self._answer_calls(entry)
+            if entry.state is State.LOADING:
+                self._finish_load(entry)
+            elif entry.state is State.COPYING:
+                self._finish_copy(entry)
+            if entry.drains:
+                self._finish_drains(entry)
+            if entry.calls:
+                self._answer_calls(entry)
         wanted = [
             (order, entry) for entry in self._pending if (order := entry.demand()) is not None
         ]
+        tries = _LOOK_AHEAD
         for order, entry in sorted(wanted, key=lambda pair: pair[0]):
-            self._advance(entry, order)
-            self._finish_copy(entry)
-            self._answer_calls(entry)
+            if entry.state is State.STORED:
+                self._start_load(entry)
+            elif entry.state is State.WARM and tries and entry.wants_hot():
+                tries -= not self._start_copy(entry, order)
+                self._finish_copy(entry)
+                self._answer_calls(entry)
         self._pending = {entry for entry in self._pending if not self._settled(entry)}
         self._hot.flush()
 
@@ -299,6 +313,7 @@ class Residency:
             if drain.purge:
                 pages += self.purge(entry.digest)
             entry.drains.pop(0)
+            entry.leases_changed()
             standing = self._standing(entry)
             unused = not (entry.drains or entry.leases or entry.calls or entry.pin)
             if unused and drain.cold:
@@ -323,25 +338,23 @@ class Residency:
             entry.pin = None
         self._unhold(entry)
 
-    def _advance(self, entry: Entry, order: int) -> None:
-        """Take the next step up the ladder, if there is room for it."""
-        if entry.state is State.STORED:
-            free = self._num_loading < self._num_loaders
-            if free and entry.blocked_at != self._host_releases:
-                self._num_loading += 1
-                entry.started_at = self._now()
-                entry.loading = self._loaders.submit(self._warm.load, entry.version)
-                entry.loading.add_done_callback(lambda _: self.on_loaded())
-                self._set_state(entry, State.LOADING)
-        elif entry.state is State.WARM and entry.wants_hot():
-            self._start_copy(entry, order)
+    def _start_load(self, entry: Entry) -> None:
+        """Hand it to a loader thread, if one is free and host memory changed since it failed."""
+        free = self._num_loading < self._num_loaders
+        if free and entry.blocked_at != self._host_releases:
+            self._num_loading += 1
+            entry.started_at = self._now()
+            entry.loading = self._loaders.submit(self._warm.load, entry.version)
+            entry.loading.add_done_callback(lambda _: self.on_loaded())
+            self._set_state(entry, State.LOADING)
 
-    def _start_copy(self, entry: Entry, order: int) -> None:
+    def _start_copy(self, entry: Entry, order: int) -> bool:
+        """Copy it to the device; False: there is no room for it now."""
         if entry.image is None:
             entry.image = self._warm.hold(entry.digest)
         if entry.image is None:
             self._set_state(entry, State.STORED)
-            return
+            return True
         plan = entry.image.plan
         most = self._hot.page_limit - self._pinned_beside(entry)
         if plan.num_pages > most:
@@ -352,11 +365,14 @@ class Residency:
             )
         elif not self._placed and not self._hot.fits_table(plan):
             self._fail(entry, "the adapter has more blocks than the table on the device holds")
-        elif self._hot.make_room(plan, order, self.idle):
+        elif not self._hot.make_room(plan, order, self.idle):
+            return False
+        else:
             entry.placement = self._hot.start(entry.image)
             self._placed[entry.digest] = entry
             self._recount_pins()
             self._set_state(entry, State.COPYING)
+        return True
 
     def _evict_idle(self, entry: Entry) -> None:
         self.evictions += 1
@@ -409,6 +425,7 @@ class Residency:
             return
         lease.running = False
         entry.running -= 1
+        entry.leases_changed()
         self._touch(entry)
         self._pending.add(entry)
 
@@ -417,15 +434,8 @@ class Residency:
         entry.uses = decayed(entry.uses, now - entry.used_at) + 1.0 if entry.used_at >= 0 else 1.0
         entry.used_at = now
         pages = len(entry.placement.pages) if entry.placement is not None else 1
-        entry.score = self._rule.score(entry.uses, self._reload_s(entry), pages)
-
-    def _reload_s(self, entry: Entry) -> float:
-        """Seconds to have it hot again: a copy, and a load where no warm image is left."""
-        if entry.placement is None:
-            return entry.load_s
-        plan = entry.placement.plan
-        copy_s = plan.num_pages * plan.page_bytes / _COPY_BYTES_PER_S
-        return copy_s if self._warm.nbytes(entry.digest) else copy_s + entry.load_s
+        reload_s = entry.reload_s(is_warm=self._warm.nbytes(entry.digest) > 0)
+        entry.score = self._rule.score(entry.uses, reload_s, pages)
 
     def _unhold(self, entry: Entry) -> None:
         """Let go of a warm image nobody wants on the device; it stays within the host budget."""

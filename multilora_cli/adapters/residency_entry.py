@@ -8,6 +8,7 @@ from multilora_cli.adapters.hot_tier import Image, Placement
 from multilora_cli.adapters.lease import Failure, Lease, Pin, State, Version
 from multilora_cli.memory.page_pool import IntegrityError
 
+_COPY_BYTES_PER_S = 20e9  # host to device over PCIe 4 x16; only weighs eviction
 LOAD_S = 0.015  # reading and converting 27 MB from page cache, until measured
 NOBODY = 1 << 62  # the arrival number of what nobody waits for
 
@@ -76,6 +77,7 @@ class Entry:
     failures: int = 0
     blocked_at: int = -1  # count of host releases when a load found no room
     leases: set[Lease] = field(default_factory=set)
+    oldest: int | None = None  # of the leases that wait, see waiting_order; None: look again
     running: int = 0
     pin: Pin | None = None
     priority: int = 0
@@ -99,9 +101,15 @@ class Entry:
         return all(lease.serial < drain.serial for drain in self.drains)
 
     def waiting_order(self) -> int:
-        """Arrival number of the oldest lease that waits and may run; `NOBODY`: none."""
-        orders = (lease.order for lease in self.leases if not lease.running and self.may_run(lease))
-        return min(orders, default=NOBODY)
+        """Arrival number of the oldest lease that waits and may run; NOBODY: none."""
+        if self.oldest is None:
+            waiting = (x.order for x in self.leases if not x.running and self.may_run(x))
+            self.oldest = min(waiting, default=NOBODY)
+        return self.oldest
+
+    def leases_changed(self) -> None:
+        """To be called after every change of leases, of their state, or of drains."""
+        self.oldest = None
 
     def wants_hot(self) -> bool:
         """Whether a lease, a call or a pin asks for the device."""
@@ -119,8 +127,19 @@ class Entry:
             return order
         return NOBODY - 1 if self.pin and not self.drains else None
 
+    def reload_s(self, *, is_warm: bool) -> float:
+        """Seconds to have it hot again: a copy, and a load where no warm image is left."""
+        if self.placement is None:
+            return self.load_s
+        plan = self.placement.plan
+        copy_s = plan.num_pages * plan.page_bytes / _COPY_BYTES_PER_S
+        return copy_s if is_warm else copy_s + self.load_s
+
     def check_integrity(self) -> None:
         """State, holds and leases agree."""
+        remembered, self.oldest = self.oldest, None
+        if remembered not in (None, self.waiting_order()):
+            raise IntegrityError(f"{self.version.name}: its oldest lease is not {remembered}")
         who = f"{self.version.name} ({self.digest[:12]}) is {self.state.value}"
         running = sum(lease.running for lease in self.leases)
         if running != self.running or any(lease.released for lease in self.leases):

@@ -9,7 +9,7 @@ from multilora_cli.engine import device_memory
 from multilora_cli.engine.assemble import build_engine
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.device_memory import choose_device, choose_dtype, plan_memory
-from multilora_cli.engine.page_copier import PageCopier
+from multilora_cli.engine.page_copier import PageCopier, _runs
 from multilora_cli.errors import BadInput, MloraError, Refused
 from multilora_cli.memory.page_buffer import PageBuffer
 from multilora_cli.sizing.geometry import read_geometry
@@ -107,3 +107,8 @@ def test_what_is_allocated_is_what_was_planned(fleet: SignatureFleet) -> None:
     for part in ("weights", "pool", "tables"):
         assert ready.allocated[part] == ready.planned[part]
     assert ready.notes == []
+
+
+def test_neighbouring_pages_are_one_copy() -> None:
+    assert _runs([3, 4, 5, 9, 1, 2]) == [(0, 3), (3, 1), (4, 2)]
+    assert _runs([]) == []
