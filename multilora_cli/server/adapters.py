@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import Any, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 from multilora_cli.adapters.registry import AdapterEntry, Registered, Registry
 from multilora_cli.engine.messages import AdapterRef, AdapterStatus, Reply
@@ -32,7 +33,8 @@ class Adapters:
         self._client = client
         self._config = config
         self._pool = pool
-        self._locks: dict[str, asyncio.Lock] = {}
+        # One call a name at a time; a lock lives as long as somebody holds or awaits it.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.on_unload: list[Callable[[str], None]] = []
 
     async def resolve(self, name: str | None) -> AdapterRef | None:
@@ -90,7 +92,9 @@ class Adapters:
                 ref = await self.resolve(entry.name)
                 if ref is not None:
                     load_s = self._config.limits.load_s
-                    reply = await self._client.load(ref, pin=entry.pin, timeout_s=load_s)
+                    reply = await self._client.load(
+                        ref, pin=entry.pin, priority=entry.priority, timeout_s=load_s
+                    )
                     if reply.fault is not None:
                         _log.error("adapter %s is not pinned: %s", entry.name, reply.fault.message)
             except RequestError as error:

@@ -134,11 +134,16 @@ class EngineClient:
             raise unavailable("server_is_overloaded", "the queue is full", 1)
 
     async def load(
-        self, adapter: AdapterRef, *, pin: Literal["hot", "warm"] | None = None, timeout_s: float
+        self,
+        adapter: AdapterRef,
+        *,
+        pin: Literal["hot", "warm"] | None = None,
+        priority: int = 0,
+        timeout_s: float,
     ) -> Reply:
         """Make an adapter warm, or hot where it is pinned there."""
         call_id = self._next_id()
-        message = LoadAdapter(call_id, adapter, hot=pin == "hot", pin=pin)
+        message = LoadAdapter(call_id, adapter, hot=pin == "hot", pin=pin, priority=priority)
         return await self._call(call_id, message, timeout_s)
 
     async def evict(
@@ -245,6 +250,7 @@ class EngineClient:
             self._start_error = kind(message.message, hint=message.hint)
             return
         self.ready = message
+        self._changed.set()
         if self.state in ("starting", "restarting"):
             self._become("ready", "")
         for ready in self.on_ready:
@@ -258,7 +264,7 @@ class EngineClient:
         while self.state not in ("draining", "stopped"):
             status = await self._run_once()
             if self.state in ("draining", "stopped"):
-                return
+                break
             if self.ready is None:
                 self._start_error = self._start_error or MloraError(
                     f"the engine process ended while it started (exit status {status})"
@@ -270,6 +276,9 @@ class EngineClient:
                 return
             self.restarts += 1
             await asyncio.sleep(0.1 * len(self._deaths))
+        if self.ready is None:
+            self._start_error = MloraError("the server was stopped before the engine was ready")
+            self._changed.set()
 
     def _may_restart(self) -> bool:
         now_s = time.monotonic()

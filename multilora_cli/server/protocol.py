@@ -216,7 +216,7 @@ def sampling_params(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_given(body.temperature, 1.0),
-        top_k=max(_given(body.top_k, 0), 0),
+        top_k=min(max(_given(body.top_k, 0), 0), vocab_size),
         top_p=_given(body.top_p, 1.0),
         min_p=_given(body.min_p, 0.0),
         seed=seed if body.seed is None else body.seed % 2**63,

@@ -58,11 +58,14 @@ class Tokenizer:
         transformers 5 does the same: add_bos_token of tokenizer_config.json has no say where a
         tokenizer.json exists.
         """
-        whole = self._parsing.encode("a").ids
-        bare = self._parsing.encode("a", add_special_tokens=False).ids
-        starts = range(len(whole) - len(bare) + 1)
-        at = next((i for i in starts if whole[i : i + len(bare)] == bare), 0)
-        return whole[:at], whole[at + len(bare) :]
+        whole: list[int] = []
+        for probe in ("a", "0", "the", "\u00e9"):  # one of them has a token in any vocabulary
+            whole = self._parsing.encode(probe).ids
+            bare = self._parsing.encode(probe, add_special_tokens=False).ids
+            for at in range(len(whole) - len(bare) + 1):
+                if bare and whole[at : at + len(bare)] == bare:
+                    return whole[:at], whole[at + len(bare) :]
+        return whole, []
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
