@@ -99,7 +99,7 @@ def read_adapter(
             factors are accepted only when they can be compared.
     """
     folder, notes = _adapter_folder(folder.expanduser().absolute())
-    with _as_adapter_error():
+    with _as_adapter_error(folder):
         with open_file(folder / CONFIG_NAME) as file:
             if file.identity.size > CONFIG_BYTES_MAX:
                 raise AdapterError(
@@ -128,13 +128,13 @@ def read_adapter(
 
 
 @contextmanager
-def _as_adapter_error() -> Iterator[None]:
+def _as_adapter_error(folder: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorsError as error:
         raise AdapterError(error.message, reason=error.reason, field=error.tensor) from None
     except PatternError as error:
-        raise AdapterError(f"adapter_config.json: pattern: {error}", reason="pattern") from None
+        raise AdapterError(f"{folder / CONFIG_NAME}: a pattern {error}", reason="pattern") from None
 
 
 def _adapter_folder(folder: Path) -> tuple[Path, tuple[str, ...]]:
