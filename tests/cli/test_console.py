@@ -48,7 +48,9 @@ def own_bytes_only(text: str) -> bool:
     import re
 
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return all(char in "\n\t" or (ord(char) >= 32 and not 0x7F <= ord(char) < 0xA0) for char in text)
+    return all(
+        char in "\n\t" or (ord(char) >= 32 and not 0x7F <= ord(char) < 0xA0) for char in text
+    )
 
 
 def test_there_are_two_hundred_hostile_strings() -> None:

@@ -1,0 +1,99 @@
+"""The command line as a whole: what it imports, its exit codes, its one-line errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from multilora_cli import __version__
+from multilora_cli.cli.app import app
+
+runner = CliRunner()
+REPOSITORY = Path(__file__).parents[2]
+COMMANDS = ("plan", "schema", "serve", "chat", "list")
+
+
+def imported(*arguments: str) -> set[str]:
+    """Top-level modules that a command has imported when it ends."""
+    code = (
+        "import sys\n"
+        f"sys.argv = ['mlora', *{list(arguments)!r}]\n"
+        "from multilora_cli.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "sys.stderr.write('\\n@@' + ' '.join(sorted({n.split('.')[0] for n in sys.modules})))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=REPOSITORY
+    )
+    return set(ran.stderr.rsplit("@@", 1)[1].split())
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("serve", "--help")])
+def test_help_imports_neither_torch_nor_fastapi(arguments: tuple[str, ...]) -> None:
+    heavy = {"torch", "triton", "fastapi", "uvicorn", "numpy", "transformers", "httpx"}
+    assert not imported(*arguments) & heavy
+
+
+def test_plan_and_schema_import_no_torch() -> None:
+    heavy = {"torch", "triton", "fastapi", "transformers"}
+    assert not imported("plan", "fleet.example.yaml", "--gpu", "h200") & heavy
+    assert not imported("schema") & heavy
+
+
+def test_help_lists_every_command_in_its_group() -> None:
+    text = runner.invoke(app, ["--help"]).output
+    for word in (*COMMANDS, "Before you start", "Run", "Operate"):
+        assert word in text
+    for command in COMMANDS:
+        result = runner.invoke(app, [command, "--help"])
+        assert result.exit_code == 0 and command in result.output
+
+
+def test_version() -> None:
+    assert runner.invoke(app, ["--version"]).output == f"mlora {__version__}\n"
+
+
+def test_schema_is_json() -> None:
+    schema = json.loads(runner.invoke(app, ["schema"]).output)
+    assert schema["properties"]["base"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve", "no-such-file.yaml"), "no-such-file.yaml"),
+        (("plan", "no-such-file.yaml"), "no-such-file.yaml"),
+        (("plan", "fleet.example.yaml", "--gpu", "rtx-4099"), "did you mean rtx-4090"),
+        (("plan", "fleet.example.yaml", "--set", "base.quantisation=fp8"), "quantization"),
+        (("plan", "fleet.example.yaml", "--assume", "rank=0"), "--assume"),
+        (("list", "--url", "localhost:8000"), "http://HOST:PORT"),
+    ],
+)
+def test_bad_input_is_exit_2_and_one_line(arguments: tuple[str, ...], words: str) -> None:
+    result = runner.invoke(app, list(arguments))
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.output
+
+
+def test_unknown_flags_and_commands_are_exit_2() -> None:
+    """A-OUT-13: nothing is accepted and ignored."""
+    for arguments in (["serve", "--ports", "1"], ["plan", "--gpus", "x"], ["sevre"]):
+        assert runner.invoke(app, arguments).exit_code == 2
+
+
+def test_an_unreachable_server_is_exit_3() -> None:
+    for arguments in (["list"], ["chat", "-a", "x"]):
+        result = runner.invoke(app, [*arguments, "--url", "http://127.0.0.1:9"], input="hi\n")
+        assert result.exit_code == 3
+        assert "mlora serve" in result.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = runner.invoke(app, ["--debug", "plan", "no-such-file.yaml"])
+    assert result.exception is not None and "no-such-file" in str(result.exception)
