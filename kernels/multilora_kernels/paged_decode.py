@@ -9,7 +9,7 @@ them a program takes depends on all lengths, read on the device, so that the lau
 wave of programs; a sequence whose splits went to several programs leaves partial results, which
 the program that arrives last adds up.
 
-A row's bits do not depend on that: splits are always added in order, in sections, and the running
+A row's bits depend on neither: splits are always added from the first to the last, and the running
 maximum is rounded up to an integer power of two, so that rescaling is exact and it does not matter
 where it happens. The grid depends on shapes alone: a captured graph replays for any lengths.
 """
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 # Rows times KV heads that one launch may have; the arrival counters are allocated once.
 MAX_COUNTERS = 1 << 17
-# A row's splits are folded in sections, and those into the row. A program that takes whole
-# sections then leaves one partial result for each instead of one per split.
-SECTIONS = 4
 
 
 @triton.jit
@@ -107,63 +104,33 @@ def _fold(acc, total, top, part, part_total, part_top):
 
 
 @triton.jit
-def _store_part(
-    partial_ptr,
-    state_ptr,
-    entry,
-    part,
-    part_total,
-    part_top,
-    GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    at = entry * GROUP + g
-    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], part, mask=mask)
-    tl.store(state_ptr + at, part_top, mask=g < GROUP)
-    tl.store(state_ptr + MAX_SPLITS * GROUP + at, part_total, mask=g < GROUP)
-
-
-@triton.jit
-def _empty(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A running softmax that has seen nothing: (acc, total, top)."""
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    return acc, tl.zeros([BLOCK_G], tl.float32), tl.full([BLOCK_G], -1.0e30, tl.float32)
-
-
-@triton.jit
 def _combine(
     out_ptr,
     partial_ptr,
     state_ptr,
-    num_entries,
-    per_section,
+    num_splits,
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """Fold the stored entries of a row and KV head into sections, and these into the output."""
+    """Fold the stored splits of a row and KV head."""
     g = tl.arange(0, BLOCK_C)
     d = tl.arange(0, BLOCK_D)
-    acc, total, top = _empty(BLOCK_C, BLOCK_D)
-    none, none_total, none_top = acc, total, top
-    sum_, sum_total, sum_top = acc, total, top
-    for chunk in range(0, num_entries, 16):
-        for ahead in tl.static_range(16):  # unrolled: sixteen entries' loads are in flight
-            entry = chunk + ahead
-            used = (g < GROUP) & (entry < num_entries)
-            at = entry * GROUP + g
+    acc = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_C], tl.float32)
+    top = tl.full([BLOCK_C], -1.0e30, tl.float32)
+    for chunk in range(0, num_splits, 8):
+        for ahead in tl.static_range(8):  # unrolled: eight splits' loads are in flight together
+            split = chunk + ahead
+            used = (g < GROUP) & (split < num_splits)
+            at = split * GROUP + g
+            mask = used[:, None] & (d < HEAD_DIM)[None, :]
             # .cg: written by other multiprocessors, so never from this one's L1.
             part = tl.load(
                 partial_ptr + at[:, None] * HEAD_DIM + d[None, :],
-                mask=used[:, None] & (d < HEAD_DIM)[None, :],
+                mask=mask,
                 other=0.0,
                 cache_modifier=".cg",
             )
@@ -171,28 +138,11 @@ def _combine(
             part_total = tl.load(
                 state_ptr + MAX_SPLITS * GROUP + at, mask=used, other=0.0, cache_modifier=".cg"
             )
-            sum_, sum_total, sum_top = _fold(sum_, sum_total, sum_top, part, part_total, part_top)
-            ends = ((entry + 1) % per_section == 0) | (entry == num_entries - 1)
-            # Folding an empty section changes nothing, so this needs no branch.
-            acc, total, top = _fold(
-                acc, total, top, tl.where(ends, sum_, none), tl.where(ends, sum_total, none_total),
-                tl.where(ends, sum_top, none_top),
-            )  # fmt: skip
-            sum_ = tl.where(ends, none, sum_)
-            sum_total = tl.where(ends, none_total, sum_total)
-            sum_top = tl.where(ends, none_top, sum_top)
+            acc, total, top = _fold(acc, total, top, part, part_total, part_top)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     at_out = g[:, None] * HEAD_DIM + d[None, :]
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _per_lane(wanted, split_tokens, num_splits, SECTIONS: tl.constexpr):
-    """Splits of one program: about `wanted` tokens, whole sections if it is at least one."""
-    section = tl.cdiv(num_splits, SECTIONS)
-    splits = tl.maximum(tl.cdiv(wanted, split_tokens), 1)
-    return tl.where(splits >= section, tl.cdiv(splits, section) * section, splits)
 
 
 @triton.jit
@@ -207,18 +157,17 @@ def _plan(
     BLOCK_B: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SECTIONS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Programs per KV head of every row, for about `slots` in all, and the tokens of one."""
+    """Programs per KV head of every row, for about `slots` programs in all."""
     row = tl.arange(0, BLOCK_B)
     length = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
     _, first = _span(length, window, TOKENS, WINDOWED)
     tokens = length - first
     split_tokens, num_splits = _cut(tokens, min_split, MAX_SPLITS, BLOCK_N)
     wanted = tl.cdiv(tl.sum(tokens.to(tl.int64), 0) * NUM_KV_HEADS, slots).to(tl.int32)
-    per_lane = _per_lane(wanted, split_tokens, num_splits, SECTIONS)
-    return tl.where(row < rows, tl.cdiv(num_splits, per_lane), 0), wanted
+    per_lane = tl.maximum(tl.cdiv(wanted, split_tokens), 1)
+    return tl.where(row < rows, tl.cdiv(num_splits, per_lane), 0)
 
 
 @triton.jit(do_not_specialize=["window", "rows", "slots", "min_split"])
@@ -250,13 +199,12 @@ def decode_kernel(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    SECTIONS: tl.constexpr,
     WINDOWED: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    lanes_of, wanted = _plan(
+    lanes_of = _plan(
         seq_lens_ptr, window, rows, slots, min_split,
-        NUM_KV_HEADS, TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, SECTIONS, WINDOWED,
+        NUM_KV_HEADS, TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
     )  # fmt: skip
     lane_end = tl.cumsum(lanes_of, 0)
     num_items = tl.sum(lanes_of, 0) * NUM_KV_HEADS
@@ -271,25 +219,23 @@ def decode_kernel(
         passed = lane_end <= place
         row = tl.sum(passed.to(tl.int32), 0).to(tl.int64)
         lane = place - tl.sum(tl.where(passed, lanes_of, 0), 0)
+        lanes = tl.sum(tl.where(tl.arange(0, BLOCK_B) == row, lanes_of, 0), 0)
         length = tl.load(seq_lens_ptr + row)
         low, first = _span(length, window, TOKENS, WINDOWED)
         split_tokens, num_splits = _cut(length - first, min_split, MAX_SPLITS, BLOCK_N)
-        section = tl.cdiv(num_splits, SECTIONS)
-        per_lane = _per_lane(wanted, split_tokens, num_splits, SECTIONS)
-        lanes = tl.cdiv(num_splits, per_lane)
-        whole_sections = per_lane % section == 0
+        per_lane = tl.cdiv(num_splits, lanes)
         begin = first + lane * per_lane * split_tokens
         end = tl.minimum(begin + per_lane * split_tokens, length)
 
         row_head = row * NUM_KV_HEADS + head
-        head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
         part_ptr = partial_ptr + row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
         head_state_ptr = state_ptr + row_head * (2 * MAX_SPLITS * GROUP)
         q_at = q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
         q = tl.load(q_at, mask=q_mask, other=0.0).to(COMPUTE)
-        acc, total, top = _empty(BLOCK_G, BLOCK_D)
-        part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
-        sum_, sum_total, sum_top = _empty(BLOCK_G, BLOCK_D)
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        total = tl.zeros([BLOCK_G], tl.float32)
+        top = tl.full([BLOCK_G], -1.0e30, tl.float32)
+        part, part_total, part_top = acc, total, top
         # One loop over the tiles of all its splits: loads run ahead across the end of a split.
         for start in range(begin, end, BLOCK_N):
             part, part_total, part_top = _attend_tile(
@@ -300,27 +246,19 @@ def decode_kernel(
                 COMPUTE,
             )  # fmt: skip
             after = start + BLOCK_N - first
-            last = start + BLOCK_N >= end
-            if (after % split_tokens == 0) | last:
-                split = (after - 1) // split_tokens
-                if (lanes > 1) & (whole_sections == 0):
-                    _store_part(
-                        part_ptr, head_state_ptr, split, part, part_total, part_top,
-                        GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                    )  # fmt: skip
-                sum_, sum_total, sum_top = _fold(
-                    sum_, sum_total, sum_top, part, part_total, part_top
-                )
-                part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
-                if ((split + 1) % section == 0) | last:
-                    if (lanes > 1) & whole_sections:
-                        _store_part(
-                            part_ptr, head_state_ptr, split // section, sum_, sum_total, sum_top,
-                            GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                        )  # fmt: skip
-                    acc, total, top = _fold(acc, total, top, sum_, sum_total, sum_top)
-                    sum_, sum_total, sum_top = _empty(BLOCK_G, BLOCK_D)
+            if (after % split_tokens == 0) | (start + BLOCK_N >= end):
+                if lanes > 1:
+                    at = (after - 1) // split_tokens * GROUP
+                    tl.store(part_ptr + at * HEAD_DIM + in_head, part, mask=q_mask)
+                    tl.store(head_state_ptr + at + g, part_top, mask=g < GROUP)
+                    at += MAX_SPLITS * GROUP
+                    tl.store(head_state_ptr + at + g, part_total, mask=g < GROUP)
+                acc, total, top = _fold(acc, total, top, part, part_total, part_top)
+                part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+                part_total = tl.zeros([BLOCK_G], tl.float32)
+                part_top = tl.full([BLOCK_G], -1.0e30, tl.float32)
 
+        head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
         if lanes == 1:
             # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
             result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -329,11 +267,8 @@ def decode_kernel(
             tl.debug_barrier()  # every thread's stores before the one thread's release
             if tl.atomic_add(arrived_ptr + row_head, 1, sem="acq_rel") == lanes - 1:
                 tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
-                num_entries, per_section = num_splits, section
-                if whole_sections:
-                    num_entries, per_section = tl.cdiv(num_splits, section), section * 0 + 1
                 _combine(
-                    head_out_ptr, part_ptr, head_state_ptr, num_entries, per_section,
+                    head_out_ptr, part_ptr, head_state_ptr, num_splits,
                     BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
                 )  # fmt: skip
 
@@ -430,7 +365,6 @@ def paged_decode(
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
-        SECTIONS=SECTIONS,
         WINDOWED=sliding_window is not None,
         COMPUTE=compute_type(q.dtype),
         **choice,

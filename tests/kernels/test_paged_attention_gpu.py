@@ -81,7 +81,7 @@ def test_rows_alone_and_repeats_are_bit_equal_gpu(window: int | None) -> None:
 
 @pytest.mark.parametrize("window", [None, 3000])
 def test_division_over_programs_keeps_the_bits_gpu(window: int | None) -> None:
-    """Whole rows, whole sections, single splits to a program: the same bits."""
+    """Whole rows, several splits, single splits to a program: the same bits."""
     case = attention_case(DECODES, (32, 8), 128, torch.bfloat16, "cuda")
     choice = decode_choice(H200, 128, 4, 2)
     arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
