@@ -41,6 +41,12 @@ def local_base(loaded: LoadedFleet) -> Path | None:
     return None
 
 
+def compute_itemsize(loaded: LoadedFleet, *, has_card: bool) -> int:
+    """Bytes of the compute dtype: `auto` is bfloat16 on a card and float32 on a CPU."""
+    dtype = loaded.fleet.base.dtype
+    return 4 if dtype == "float32" or (dtype == "auto" and not has_card) else 2
+
+
 def fetch_base(loaded: LoadedFleet, progress: Report | None = None) -> Path:
     """The base's folder, fetched from the Hub where it is not local. Raises MloraError."""
     folder = local_base(loaded)

@@ -139,7 +139,7 @@ def _card(gpu: str | None, gpu_memory: str | None) -> "Gpu | None":
 def _request(
     path: Path | None, settings: Sequence[str], card: "Gpu | None", assume: str | None
 ) -> "PlanRequest":
-    from multilora_cli.cli.base import fetch_config
+    from multilora_cli.cli.base import compute_itemsize, fetch_config
     from multilora_cli.fleet.load import load_fleet
     from multilora_cli.sizing.geometry import read_geometry
     from multilora_cli.sizing.report import PlanRequest
@@ -148,7 +148,7 @@ def _request(
     geometry = read_geometry(fetch_config(loaded))
     shapes = _assumed(assume, geometry) if assume else _adapters(loaded, geometry)
     quantization = _quantization(loaded, geometry)
-    itemsize = 4 if _dtype(loaded, geometry, card) == "float32" else 2
+    itemsize = compute_itemsize(loaded, has_card=card is not None)
     return PlanRequest(
         fleet=loaded.fleet,
         geometry=geometry,
@@ -168,13 +168,6 @@ def _quantization(loaded: "LoadedFleet", geometry: "ModelGeometry"):  # type: ig
     if wanted == "auto" or wanted == stored.method:
         return stored
     return {"none": NONE, "fp8": FP8, "awq": AWQ}[wanted]
-
-
-def _dtype(loaded: "LoadedFleet", geometry: "ModelGeometry", card: "Gpu | None") -> str:
-    wanted = loaded.fleet.base.dtype
-    if wanted != "auto":
-        return wanted
-    return geometry.dtype if card is not None else "bfloat16"
 
 
 def _available(

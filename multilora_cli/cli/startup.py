@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
-from multilora_cli.cli.base import Report, cache_folder, fetch_base
+from multilora_cli.cli.base import Report, cache_folder, compute_itemsize, fetch_base
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import MloraError
 from multilora_cli.fleet.expand import expand_adapters
@@ -16,6 +16,7 @@ from multilora_cli.fleet.support import check_served
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.sizing.budget import num_slots
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_cli.sizing.hardware import local_card
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,17 @@ def _registry(loaded: LoadedFleet, folder: Path, geometry: ModelGeometry) -> Reg
         geometry=geometry,
         name=fleet.base.served_name,
         max_rank=fleet.limits.max_lora_rank,
-        itemsize=4 if fleet.base.dtype == "float32" else 2,
+        itemsize=compute_itemsize(loaded, has_card=_has_card(loaded)),
         folder=folder,
+        model=fleet.base.model,
     )
     return Registry(
         base, relative_to=loaded.folder, roots=_roots(loaded), cache=cache_folder() / "dummy"
     )
+
+
+def _has_card(loaded: LoadedFleet) -> bool:
+    return loaded.fleet.memory.device != "cpu" and local_card() is not None
 
 
 def _roots(loaded: LoadedFleet) -> tuple[Path, ...]:

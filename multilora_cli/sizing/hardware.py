@@ -93,8 +93,8 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def local_gpu() -> Gpu | None:
-    """The first card in this machine through NVML, its memory as the driver reports it."""
+def local_card() -> tuple[str, int] | None:
+    """Name and memory (MiB) of the first card in this machine, by NVML; None where there is none."""
     import pynvml
 
     try:
@@ -104,13 +104,18 @@ def local_gpu() -> Gpu | None:
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         raw = pynvml.nvmlDeviceGetName(handle)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
-    name = raw.decode() if isinstance(raw, bytes) else str(raw)
-    return match_gpu(name, int(memory) // 2**20)
+    return raw.decode() if isinstance(raw, bytes) else str(raw), memory // 2**20
+
+
+def local_gpu() -> Gpu | None:
+    """The table's card for the first one in this machine. Raises BadInput where it is unknown."""
+    found = local_card()
+    return None if found is None else match_gpu(*found)
 
 
 def match_gpu(name: str, memory_mib: int) -> Gpu:
