@@ -87,6 +87,8 @@ class KVCache:
         for index in range(table.num_published, min(num_tokens // BLOCK_TOKENS, len(keys))):
             parent = keys[index - 1] if index else None
             own = table.pages[index]
+            if self._holders[own] > 1 and not self._prefixes.holds(own):
+                break  # forked before it was published: another holder's chain may differ
             page = self._prefixes.insert(keys[index], parent, own, table.owner)
             if page != own:
                 self._hold(page)

@@ -158,6 +158,8 @@ class PrefixCache:
                 if block.parent not in self._blocks:
                     raise IntegrityError(f"page {block.page} is cached without its parent")
                 children[block.parent] += 1
+                if self._blocks[block.parent].idle and not block.idle:
+                    raise IntegrityError(f"page {block.page} is in use, what it follows is not")
             if self._pool.use(block.page) is not (PageUse.CACHED if block.idle else PageUse.KV):
                 raise IntegrityError(f"page {block.page}: idle {block.idle} but not in the pool")
         if len(self._by_page) != len(self._blocks):
