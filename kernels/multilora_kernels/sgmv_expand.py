@@ -264,23 +264,41 @@ def _expand_rows(
     y_ptrs = y_ptr + (token * stride_ym)[:, None] + n[None, :]
     y_mask = m_mask[:, None] & n_mask[None, :]
     prior = tl.load(y_ptrs, mask=y_mask, other=0)
-    k = tl.arange(0, 16)
-    acc = tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32)
-    for t in range(0, num_tiles):
-        if t > 0:
-            cells = tiles_ptr + (first + t) * 4
-            entry = _more(cells, 0, 1, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+    b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    h = _row_h(planes_ptr, plane, num_rows, entry, BLOCK_M, SPLIT_K, COMPUTE)
+    acc = tl.dot(h, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
+    for t in range(1, num_tiles):
+        cells = tiles_ptr + (first + t) * 4
+        entry = _more(cells, 0, 1, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
         b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        plane_row = (plane + t * num_rows + m).to(tl.int64) * SPLIT_K
-        h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
-        h_mask = m_mask[:, None] & (entry >= 0)
-        h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-        for i in tl.static_range(SPLIT_K):
-            h += tl.load(h_ptrs + i * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
-        acc = tl.dot(h.to(COMPUTE), tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        at = plane + t * num_rows
+        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, COMPUTE)
+        acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit
+def _row_h(
+    planes_ptr,
+    plane,
+    num_rows,
+    entry,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of decode, in order."""
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, 16)
+    plane_row = (plane + m).to(tl.int64) * SPLIT_K
+    h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
+    h_mask = (m < num_rows)[:, None] & (entry >= 0)
+    h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
+    for i in tl.static_range(SPLIT_K):
+        h += tl.load(h_ptrs + i * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
+    return h.to(COMPUTE)
 
 
 @triton.jit
@@ -470,6 +488,8 @@ def sgmv_expand(
         "COMPUTE": compute_dtype(y.dtype),
         "PRECISION": "ieee",
         "num_warps": choice.expand_warps,
+        # Software pipelining would hoist loads of the planes above the wait for the shrink.
+        "num_stages": 1,
         "maxnreg": choice.expand_registers,
         **({"launch_pdl": True} if choice.pdl else {}),
     }
