@@ -289,7 +289,9 @@ class Path(Enum):
     WIDENED = "slices of W and x widened to 16 bits, then the vendor's library"
 
 
-def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Tile | Path:
+def choose_launch(
+    m: int, n: int, k: int, chip: Chip, blockwise: bool, dtype: torch.dtype = torch.bfloat16
+) -> Tile | Path:
     """Launch of xq [m, k] times weights [n, k]; the order of a tile's sums ignores m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m <= int(shape.get("max_split", _MAX_SPLIT)):
@@ -299,7 +301,10 @@ def choose_launch(m: int, n: int, k: int, chip: Chip, blockwise: bool) -> Tile |
         return Path.WIDENED
     if n % 16 or k % 16:  # cuBLAS asks for multiples of 16
         return Tile(block_n=128, block_m=64, num_warps=4, num_stages=3)
-    return Path.SCALED if m <= int(shape.get("max_scaled", 0)) else Path.ROWS
+    # The row-wise form writes bf16 only: an fp16 result would first be rounded to 8 bits.
+    if dtype != torch.bfloat16 or m <= int(shape.get("max_scaled", 0)):
+        return Path.SCALED
+    return Path.ROWS
 
 
 def run_split(
@@ -339,10 +344,8 @@ def run_split(
     return y
 
 
-def run_rowwise(
-    xq: torch.Tensor, sx: torch.Tensor, weight: Fp8Weight, dtype: torch.dtype
-) -> torch.Tensor:
-    """`torch._scaled_mm` with a scale per row and per output channel."""
+def run_rowwise(xq: torch.Tensor, sx: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    """`torch._scaled_mm` with a scale per row and per output channel, in bf16."""
     rows = sx.expand(xq.shape[0]) if sx.numel() == 1 else sx
     y: torch.Tensor = torch._scaled_mm(
         xq,
@@ -351,7 +354,7 @@ def run_rowwise(
         scale_b=weight.scale.reshape(1, -1),
         out_dtype=torch.bfloat16,
     )
-    return y.to(dtype)
+    return y
 
 
 def run_scaled(
@@ -415,11 +418,15 @@ def fp8_gemm(
     m, k = xq.shape
     if m == 0:
         return torch.empty((0, weight.out_features), dtype=dtype, device=xq.device)
-    launch = choose_launch(m, weight.out_features, k, chip_for(xq.device), weight.blockwise)
+    chip = chip_for(xq.device)
+    launch = choose_launch(m, weight.out_features, k, chip, weight.blockwise, dtype)
     if isinstance(launch, Tile):
         return run_split(xq, sx, weight, dtype, launch)
-    run = {Path.SCALED: run_scaled, Path.ROWS: run_rowwise, Path.WIDENED: run_widened}[launch]
-    return run(xq, sx, weight, dtype)
+    if launch is Path.WIDENED:
+        return run_widened(xq, sx, weight, dtype)
+    if launch is Path.SCALED:
+        return run_scaled(xq, sx, weight, dtype)
+    return run_rowwise(xq, sx, weight)
 
 
 def fp8_gemm_ref(

@@ -158,9 +158,7 @@ def _fp8_case(multiply: Multiply, blockwise: bool) -> Case:
             "_scaled_mm per tensor": lambda i: _per_tensor(rows[i][0], weights[i].q, one),
         }
         if not blockwise:
-            variants["_scaled_mm by rows"] = lambda i: fp8.run_rowwise(
-                *rows[i], weights[i], torch.bfloat16
-            )
+            variants["_scaled_mm by rows"] = lambda i: fp8.run_rowwise(*rows[i], weights[i])
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
             tile = fp8.choose_launch(m, n, k, _chip(device), blockwise)
