@@ -38,6 +38,7 @@ from multilora_kernels.table import AdapterTable
 Report = Callable[[str, int, int], None]
 Clock = Callable[[], float]
 _THREADS_MAX = 8
+_PINNED_AT_START = 2**30  # page-locking blocks the device; 1 GiB takes 0.6 s, before it serves
 
 
 class _Assembly:
@@ -93,6 +94,8 @@ class _Assembly:
         page_bytes, dtype = self.pool.page_bytes, self.allocation.dtype
         reader = AdapterReader(config, self.geometry, page_bytes, dtype, self.failpoints)
         warm = HostCache(config.host_adapter_bytes, reader.open, pin=device.type == "cuda")
+        if device.type == "cuda":
+            warm.prepare(min(config.host_adapter_bytes, _PINNED_AT_START))
         copier = PageCopier(self.buffer.pages)
         hot = HotTier(self.pool, self.evictor, self.table, copier, config.num_slots)
         residency = Residency(hot, warm, loaders, self.rule, self.now, config.num_loaders)

@@ -34,7 +34,6 @@ class Leases(Protocol):
     def waits_for_room(self, lease: Lease) -> bool: ...
     def pages_needed(self, lease: Lease) -> int: ...
     def footprint(self, lease: Lease | None) -> int: ...
-    def busy(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -206,12 +205,8 @@ class Scheduler:
                 self._preempt(victims[-1])
             elif newer:
                 return False  # they have all the pages they need and will produce a token
-            elif len(self._running) > 1:
-                self._preempt(sequence)
-            elif self._leases.busy():
-                return False
             else:
-                self.end(sequence, "error", _too_long(sequence, self._limits.usable_pages))
+                self._preempt(sequence)  # what holds the pages is kept for an older one
         return False
 
     def _admit(self, rows: list[ScheduledRow], budget: int) -> None:

@@ -343,3 +343,19 @@ def test_newcomers_to_a_draining_adapter_hold_nobody_back() -> None:
         rig.step()
     assert (other, 0) in rig.ends and {(old, 0), (late, 0)} <= rig.open
     rig.finish()
+
+
+def test_a_newer_sequence_yields_to_an_older_one_whose_adapter_came_late() -> None:
+    """It passed while the adapter was loaded; now adapter and older sequence need all pages."""
+    rig = Rig(books=Books(num_pages=21, num_slots=2, kv_reserve=0.2))
+    older = rig.submit([2] * 180, VERSIONS[4], max_tokens=2)
+    newer = rig.submit([3] * 10, max_tokens=200)
+    while len(rig.model.batches) < 20:
+        rig.step()
+    ends = []
+    while rig.open:
+        rig.books.loaders.run_one(rig.random)
+        ends += [delta for delta in rig.step() if delta.finish_reason]
+    assert [delta.request_id for delta in ends] == [older, newer]
+    assert [delta.fault for delta in ends] == [None, None]
+    assert rig.scheduler.preemptions == 1
