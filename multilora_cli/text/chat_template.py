@@ -21,6 +21,7 @@ from multilora_cli.text.sandbox import OverBudget, RaisedByTemplate, Sandbox, st
 
 _log = logging.getLogger(__name__)
 
+MAX_LITERALS = 4096
 TEMPLATE_BYTES_MAX = 256 * 2**10
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _FILE = "chat_template.jinja"
@@ -110,6 +111,8 @@ class _Marks:
         return [part for part in (*segments, Segment(text[start:])) if part.text]
 
     def _mark(self, match: "re.Match[str]") -> str:
+        if len(self._found) == MAX_LITERALS:  # each is a call of the tokenizer
+            raise _refusal(f"they hold more than {MAX_LITERALS} special tokens as text")
         self._found.append(match[0])
         return f"\ue0f0{self._nonce}x{len(self._found) - 1}\ue0f1"
 

@@ -33,6 +33,8 @@ class PieceTable:
         decode = _piece_decoder(decoder)
         self._pieces = {token_id: decode(token) for token_id, token in vocab.items()}
         self.special_ids = special_ids
+        # Bytes of the longest token: a text of n bytes has at least n / longest tokens.
+        self.longest = max(map(len, self._pieces.values()), default=1) or 1
 
     def piece(self, token_id: int, *, skip_special: bool = True) -> bytes:
         """Bytes of one token; empty for ids without a token and for skipped special ones."""
@@ -47,11 +49,6 @@ class PieceTable:
             return piece.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest token: a text of n bytes has at least n / longest tokens."""
-        return max(map(len, self._pieces.values()), default=1) or 1
 
 
 def _piece_decoder(decoder: Mapping[str, Any]) -> "_ByteLevel | _Replacing":

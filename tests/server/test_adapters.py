@@ -196,11 +196,11 @@ def test_shared_content_is_freed_with_its_last_name(http, server):
     assert digest not in [status.digest for status in server.spawner.engine._adapters.values()]
 
 
-async def _parallel_loads(folder) -> None:
+async def _parallel_loads(folder, rounds) -> None:
     async with InProcess(folder) as app:
         one = write_adapter(folder / "one", seed=40)
         two = write_adapter(folder / "two", seed=41)
-        for turn in range(10):
+        for turn in range(rounds):
             body = {"lora_name": "race"}
             posts = [
                 app.http.post(
@@ -220,9 +220,10 @@ async def _parallel_loads(folder) -> None:
             assert not app.spawner.engine._adapters
 
 
-def test_parallel_loads_of_one_name(tmp_path):
-    """A-RUN-10: exactly one wins, one entry, one copy in memory; 10 rounds of 20."""
-    asyncio.run(_parallel_loads(tmp_path))
+@pytest.mark.parametrize("rounds", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_parallel_loads_of_one_name(tmp_path, rounds):
+    """A-RUN-10: of 20 at once exactly one wins; one entry, one copy in memory."""
+    asyncio.run(_parallel_loads(tmp_path, rounds))
 
 
 def test_adapter_list(http, server):

@@ -42,6 +42,13 @@ def test_special_tokens_in_user_text_stay_text():
     )
 
 
+def test_special_tokens_as_text_are_bounded():
+    """F92: each costs a call of the tokenizer, so there is a limit."""
+    assert len(render(CHATML, "</s>" * 4096)) == 4098
+    with pytest.raises(RequestError, match="4096"):
+        render(CHATML, "</s>" * 4097)
+
+
 def test_forged_marks_are_only_text():
     forged = "\ue0f0123x0\ue0f1"
     assert render("{{ messages[0].content }}", forged) == [Segment(forged, False)]
