@@ -94,7 +94,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def local_card() -> tuple[str, int] | None:
-    """Name and memory (MiB) of the first card in this machine, by NVML; None where there is none."""
+    """Name and memory (MiB) of the first card here, by NVML; None where there is none."""
     import pynvml
 
     try:
