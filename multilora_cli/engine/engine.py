@@ -3,7 +3,7 @@
 import logging
 import time
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,11 +44,23 @@ _log = logging.getLogger(__name__)
 _LEARN_TOKENS = 128  # a smaller step says more about its overhead than about its tokens
 
 
+class Fence(Protocol):
+    """A point in the device's work (engine.fence)."""
+
+    def done(self) -> bool:
+        """Whether everything before it has ended."""
+        ...
+
+
 class Runner(Protocol):
     """What the engine asks of a model (model_runner.ModelRunner)."""
 
     def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
-        """One result per row, in order."""
+        """One result per row, in order; steps without samples may still be under way."""
+        ...
+
+    def fence(self) -> Fence:
+        """The point behind everything that `run` has launched so far."""
         ...
 
 
@@ -82,6 +94,7 @@ class Engine:
         self._refused: list[Delta] = []
         self._replies: list[Reply] = []
         self._drain_at: float | None = None
+        self._under_way: deque[tuple[int, Fence]] = deque()  # steps by number
         self._steps = 0
         self._step_s = 0.0
 
@@ -90,6 +103,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """One turn of the loop; the deltas it produced."""
         parts = self.parts
+        self._pass_fences()
         parts.residency.poll()
         batch = parts.scheduler.schedule()
         deltas = self._run(batch) if batch.rows else []
@@ -105,12 +119,17 @@ class Engine:
         step = parts.pool.clock.launch()
         results = parts.runner.run(batch)
         parts.kv.copies_launched()
-        parts.pool.clock.complete(step)
+        self._under_way.append((step, parts.runner.fence()))
         self._steps += 1
         self._learn_cost(batch, time.perf_counter() - started)
         deltas = self._answers.take(batch, results)
         self._step_s += time.perf_counter() - started
         return deltas
+
+    def _pass_fences(self) -> None:
+        """What the steps that ended could still read may be overwritten now."""
+        while self._under_way and self._under_way[0][1].done():
+            self.parts.pool.clock.complete(self._under_way.popleft()[0])
 
     def _learn_cost(self, batch: ScheduledBatch, step_s: float) -> None:
         """What a cached block is worth follows from how fast prompts are computed here."""

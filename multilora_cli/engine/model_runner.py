@@ -14,6 +14,7 @@ import torch
 from multilora_cli.engine.batch import BatchBuilder, StepTensors
 from multilora_cli.engine.batch_plan import RowResult, Sampled, ScheduledBatch, ScheduledRow
 from multilora_cli.engine.failpoints import Failpoints
+from multilora_cli.engine.fence import Fence, fence_of
 from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.engine.sequence import Sequence
 from multilora_cli.layers.sampler import (
@@ -70,6 +71,10 @@ class ModelRunner:
                 results[index] = RowResult(error=_describe(error))
         self._run_isolated(sound, results)
         return tuple(results[index] for index in range(len(batch.rows)))
+
+    def fence(self) -> Fence:
+        """The point behind everything that `run` has launched so far."""
+        return fence_of(self._pool.device)
 
     def _run_isolated(
         self, rows: list[tuple[int, ScheduledRow]], results: dict[int, RowResult]

@@ -5,25 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from multilora_cli.adapters.hot_tier import Image
-
-
-class _Finished:
-    """A copy that was done when it returned."""
-
-    def done(self) -> bool:
-        """Always."""
-        return True
-
-
-class _Event:
-    """A copy that is done when its event is; keeps what it reads from."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def done(self) -> bool:
-        """Whether the last byte has arrived."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+from multilora_cli.engine.fence import Fence, Passed, StreamFence
 
 
 class PageCopier:
@@ -39,18 +21,16 @@ class PageCopier:
         if pool.is_cuda:
             self._stream = torch.cuda.Stream(pool.device)  # type: ignore[no-untyped-call]
 
-    def start(self, image: Image, pages: Sequence[int]) -> _Finished | _Event:
+    def start(self, image: Image, pages: Sequence[int]) -> Fence:
         """Start the copy of image page i to pool page pages[i]."""
         if self._stream is None:
             self._pool[torch.tensor(pages)] = image.pages
-            return _Finished()
+            return Passed()
         with torch.cuda.stream(self._stream):
             for start, length in _runs(pages):
                 target = self._pool[pages[start] : pages[start] + length]
                 target.copy_(image.pages[start : start + length], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return _Event(event)
+        return StreamFence(self._stream)
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int]]:

@@ -22,6 +22,18 @@ VERSIONS = [FakeVersion(f"d{i}", pages) for i, pages in enumerate((1, 2, 3, 5, 8
 VOCAB = 50
 
 
+@dataclass
+class LateFence:
+    """A step that ends after it was asked for some times."""
+
+    left: int
+
+    def done(self) -> bool:
+        """Whether it was asked often enough."""
+        self.left -= 1
+        return self.left < 0
+
+
 class PageModel:
     """Runs batches on a model of the pool: every token's place knows all that led to it."""
 
@@ -54,6 +66,10 @@ class PageModel:
                     self.content[target * 16 + offset] = self.content[source * 16 + offset]
         self._check_writes(batch)
         return tuple(self._row(row) for row in batch.rows)
+
+    def fence(self) -> LateFence:
+        """Steps end one or two turns late, as on a device."""
+        return LateFence(self.choose.randrange(3))
 
     def _check_writes(self, batch: ScheduledBatch) -> None:
         """A page that is written belongs to one row."""
