@@ -1,0 +1,187 @@
+"""Queries and keys of a packed projection normed and turned, keys and values stored in their pages.
+
+    q, k, v = the heads of packed[t];  q, k = rms_norm(q), rms_norm(k)  where the model has these
+    y[i] = x[i] cos[t, i] - x[i + D/2] sin[t, i]
+    y[i + D/2] = x[i + D/2] cos[t, i] + x[i] sin[t, i]
+    out[t] = y of q;  page(slot_mapping[t] // 16)[layer, :, :, slot_mapping[t] % 16] = y of k, v
+
+packed        [T, Hq + 2 Hkv, D]      bf16, fp16 or fp32; q, k, v heads in this order
+cos, sin      [T, 1, D / 2]           fp32, contiguous
+pool          [num_pages, page_bytes] uint8, written in place; layout as in `store_kv`
+slot_mapping  [T] int64               page * 16 + offset in the page; -1 skips the token's K and V
+out           [T, Hq, D]              packed's dtype
+
+One launch instead of two norms, two rotations and a store. Arithmetic is fp32, rounded to packed's
+dtype where the separate ops round.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from multilora_kernels.layout import TOKENS_PER_PAGE
+from multilora_kernels.rms_norm import rms_norm_ref
+from multilora_kernels.store_kv import store_kv_ref
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """Weights [D] of the norms over every query head and every key head (Qwen3)."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+@triton.jit
+def rope_store_kv_kernel(
+    out_ptr,
+    packed_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    pages_ptr,
+    slot_mapping_ptr,
+    stride_pt,
+    page_elements,
+    layer_start,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    HEAD_DIM: tl.constexpr = 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, BLOCK_D)
+    used = (i < HALF)[None, :]
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & used
+    source = packed_ptr + token * stride_pt + head[:, None] * HEAD_DIM + i[None, :]
+    raw_low = tl.load(source, mask=mask, other=0.0)
+    raw_high = tl.load(source + HALF, mask=mask, other=0.0)
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    is_q = (head < NUM_HEADS)[:, None]
+    if NORMED:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        low = (low * inverse).to(out_ptr.dtype.element_ty).to(tl.float32)
+        high = (high * inverse).to(out_ptr.dtype.element_ty).to(tl.float32)
+        q_low = tl.load(q_weight_ptr + i, mask=i < HALF, other=0.0).to(tl.float32)
+        q_high = tl.load(q_weight_ptr + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        k_low = tl.load(k_weight_ptr + i, mask=i < HALF, other=0.0).to(tl.float32)
+        k_high = tl.load(k_weight_ptr + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+        low *= tl.where(is_q, q_low[None, :], k_low[None, :])
+        high *= tl.where(is_q, q_high[None, :], k_high[None, :])
+        low = low.to(out_ptr.dtype.element_ty).to(tl.float32)
+        high = high.to(out_ptr.dtype.element_ty).to(tl.float32)
+    cos = tl.load(cos_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + i, mask=i < HALF, other=0.0)[None, :]
+    is_v = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    turned_low = (low * cos - high * sin).to(out_ptr.dtype.element_ty)
+    turned_high = (high * cos + low * sin).to(out_ptr.dtype.element_ty)
+    turned_low = tl.where(is_v, raw_low, turned_low)
+    turned_high = tl.where(is_v, raw_high, turned_high)
+    target = out_ptr + token * (NUM_HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + i[None, :]
+    tl.store(target, turned_low, mask=is_q & used)
+    tl.store(target + HALF, turned_high, mask=is_q & used)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot >= 0:
+        # K heads and V heads follow each other in a page as they do in the packed row.
+        page_ptr = pages_ptr + slot // TOKENS * page_elements + layer_start
+        kv_head = (head - NUM_HEADS)[:, None]
+        target = page_ptr + (kv_head * TOKENS + slot % TOKENS) * HEAD_DIM + i[None, :]
+        tl.store(target, turned_low, mask=mask & (kv_head >= 0))
+        tl.store(target + HALF, turned_high, mask=mask & (kv_head >= 0))
+
+
+def launch_choice(half: int) -> dict[str, int]:
+    """Heads and lanes of one program: about 1,024 elements for 4 warps."""
+    block_d = triton.next_power_of_2(half)
+    return {"BLOCK_D": block_d, "BLOCK_H": max(1, 512 // block_d), "num_warps": 4}
+
+
+def rope_store_kv(
+    packed: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    pool: torch.Tensor,
+    layer: int,
+    num_layers: int,
+    num_kv_heads: int,
+    slot_mapping: torch.Tensor,
+    norm: HeadNorm | None = None,
+) -> torch.Tensor:
+    """Queries [T, Hq, D] of packed [T, Hq + 2 Hkv, D]; K and V go to the pool, in place.
+
+    `tables` are cos and sin [T, 1, D / 2] of the tokens' positions.
+    """
+    tokens, all_heads, head_dim = packed.shape
+    cos, sin = tables
+    assert packed.stride(2) == 1 and packed.stride(1) == head_dim and head_dim % 2 == 0
+    assert all_heads > 2 * num_kv_heads and 0 <= layer < num_layers
+    assert cos.shape == sin.shape == (tokens, 1, head_dim // 2)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+    assert slot_mapping.shape == (tokens,) and slot_mapping.dtype == torch.int64
+    layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
+    assert pool.dtype == torch.uint8 and pool.is_contiguous()
+    assert pool.shape[1] == num_layers * layer_elements * packed.element_size()
+    if packed.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return rope_store_kv_ref(
+            packed, tables, pool, layer, num_layers, num_kv_heads, slot_mapping, norm
+        )
+    num_heads = all_heads - 2 * num_kv_heads
+    out = torch.empty(tokens, num_heads, head_dim, dtype=packed.dtype, device=packed.device)
+    if tokens == 0:
+        return out
+    choice = launch_choice(head_dim // 2)
+    rope_store_kv_kernel[(tokens, triton.cdiv(all_heads, choice["BLOCK_H"]))](
+        out,
+        packed,
+        cos,
+        sin,
+        packed if norm is None else norm.q_weight,
+        packed if norm is None else norm.k_weight,
+        pool.view(packed.dtype),
+        slot_mapping,
+        packed.stride(0),
+        num_layers * layer_elements,
+        layer * layer_elements,
+        0.0 if norm is None else norm.eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        TOKENS=TOKENS_PER_PAGE,
+        NORMED=norm is not None,
+        **choice,
+    )
+    return out
+
+
+def rope_store_kv_ref(
+    packed: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    pool: torch.Tensor,
+    layer: int,
+    num_layers: int,
+    num_kv_heads: int,
+    slot_mapping: torch.Tensor,
+    norm: HeadNorm | None = None,
+) -> torch.Tensor:
+    """The same in torch, also the path on a CPU."""
+    q, k, v = packed.split((packed.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norm is not None:
+        q = rms_norm_ref(q, norm.q_weight, norm.eps)
+        k = rms_norm_ref(k, norm.k_weight, norm.eps)
+    store_kv_ref(_rotate(k, *tables), v, pool, layer, num_layers, slot_mapping)
+    return _rotate(q, *tables)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

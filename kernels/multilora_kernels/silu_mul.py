@@ -1,0 +1,52 @@
+"""The gate of the MLP: half of a packed projection through SiLU, times the other half.
+
+    out[t, i] = round(x[t, i] / (1 + exp(-x[t, i]))) * x[t, I + i]
+
+x    [T, 2 I]  bf16, fp16 or fp32; gate first, then up; rows contiguous
+out  [T, I]    x's dtype
+
+The quotient is fp32, rounded to x's dtype before the product, as torch's two steps round it.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def silu_mul_kernel(out_ptr, x_ptr, stride_xt, size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    gate = tl.load(x_ptr + row * stride_xt + at, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_xt + size + at, mask=mask, other=0.0).to(tl.float32)
+    gated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * size + at, (gated * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_choice(size: int) -> dict[str, int]:
+    """Tile and warps for rows of `size` outputs: 8 elements a thread."""
+    block = min(1024, triton.next_power_of_2(size))
+    return {"BLOCK": block, "num_warps": max(1, block // 256)}
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of x [T, 2 I]; a new tensor [T, I]."""
+    assert x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % 2 == 0
+    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return silu_mul_ref(x)
+    rows, size = x.shape[0], x.shape[1] // 2
+    assert rows < 1 << 16  # the second grid dimension
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if out.numel() > 0:
+        choice = launch_choice(size)
+        grid = (triton.cdiv(size, choice["BLOCK"]), rows)
+        silu_mul_kernel[grid](out, x, x.stride(0), size, **choice)
+    return out
+
+
+def silu_mul_ref(x: torch.Tensor) -> torch.Tensor:
+    """The same in torch, also the path on a CPU."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
