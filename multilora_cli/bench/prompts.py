@@ -1,0 +1,56 @@
+"""Prompts of an exact length that no prefix cache has seen.
+
+Token ids need no tokenizer at all, so an adapter's name never has to be one. They are drawn from
+a range that every common vocabulary has as ordinary words; text and chat repeat short words of
+one token each and leave the exact count to the server's usage.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from multilora_cli.bench.target import PromptStyle
+
+# Llama 2, 3 and Qwen keep bytes and special tokens outside of 300 to 999.
+ID_RANGE = (300, 1000)
+_WORDS = (
+    "the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with",
+    "they", "at", "be", "this", "from", "have", "or", "by", "one", "had", "not", "but", "what",
+    "all", "were", "when", "we", "there",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PromptMaker:
+    """Bodies of requests; the same seed, salt and index make the same prompt."""
+
+    style: PromptStyle = "ids"
+    seed: int = 0
+    ignore_eos: bool = True
+    id_range: tuple[int, int] = ID_RANGE  # upper bound exclusive
+
+    def body(
+        self, model: str, input_tokens: int, output_tokens: int, key: tuple[int, int]
+    ) -> Mapping[str, Any]:
+        """The body of one request; `key` (salt of the pass, index) makes its prompt its own."""
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        rng = np.random.Generator(np.random.PCG64([self.seed, *key]))
+        if self.style == "ids":
+            body["prompt"] = rng.integers(*self.id_range, size=input_tokens).tolist()
+            return body
+        text = " ".join(_WORDS[i] for i in rng.integers(0, len(_WORDS), size=input_tokens))
+        if self.style == "chat":
+            body["messages"] = [{"role": "user", "content": text}]
+        else:
+            body["prompt"] = text
+        return body
