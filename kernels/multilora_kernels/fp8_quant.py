@@ -7,7 +7,8 @@ v = weight * (h / rms(h)), h = x (+ residual)    rms_norm_quantise   (residual :
 v = silu(gate) * up                              silu_mul_quantise   (x [M, 2 K]: gate, then up)
 x      [M, K]  bf16 or fp16, rows contiguous
 q      [M, K]  float8_e4m3fn                     scale  fp32 [M], or [M, K/128] with group=128
-v is rounded to x's dtype before it is quantised, so that the fused forms equal the two steps.
+v is rounded to x's dtype before it is quantised, so that the fused forms equal the two steps;
+`out` [M, K] of the fused forms receives it, for a LoRA branch, which is never quantised.
 A scale belongs to one row: a row of NaN gets NaN and leaves the others as they were.
 """
 
@@ -76,9 +77,10 @@ def quantise_kernel(
 
 @triton.jit
 def rms_norm_quantise_kernel(
-    x_ptr, residual_ptr, weight_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, eps, upper_bound,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, eps,
+    upper_bound,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    DT: tl.constexpr,
+    HAS_OUT: tl.constexpr, DT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -92,7 +94,10 @@ def rms_norm_quantise_kernel(
     inverse = 1.0 / tl.sqrt(tl.sum(h * h, axis=0) / K + eps)
     normed = (h * inverse).to(DT).to(tl.float32)
     weight = tl.load(weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    v = (normed * weight).to(DT).to(tl.float32)
+    v = (normed * weight).to(DT)
+    if HAS_OUT:
+        tl.store(out_ptr + row * K + k, v.to(out_ptr.dtype.element_ty), mask=k < K)
+    v = v.to(tl.float32)
     _store_quantised(
         v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP, BLOCK, STATIC, INTERPRETED
     )
@@ -100,8 +105,8 @@ def rms_norm_quantise_kernel(
 
 @triton.jit
 def silu_mul_quantise_kernel(
-    x_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, upper_bound, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, STATIC: tl.constexpr, DT: tl.constexpr,
+    x_ptr, out_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, upper_bound, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, HAS_OUT: tl.constexpr, DT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -109,7 +114,10 @@ def silu_mul_quantise_kernel(
     gate = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_xm + K + k, mask=k < K, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(DT).to(tl.float32)
-    v = (silu * up).to(DT).to(tl.float32)
+    v = (silu * up).to(DT)
+    if HAS_OUT:
+        tl.store(out_ptr + row * K + k, v.to(out_ptr.dtype.element_ty), mask=k < K)
+    v = v.to(tl.float32)
     _store_quantised(
         v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP, BLOCK, STATIC, INTERPRETED
     )
@@ -175,22 +183,29 @@ def rms_norm_quantise(
     group: int = 0,
     static_scale: torch.Tensor | None = None,
     upper_bound: float = float("inf"),
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row."""
+    """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row; `out` [M, K]
+    receives it unquantised.
+    """
     if _on_cpu(x):
         normed = rms_norm_ref(x, weight, eps, residual)
+        if out is not None:
+            out.copy_(normed)
         return quantise_rows_ref(normed, group, static_scale, upper_bound)
     m, k = x.shape
     assert weight.shape == (k,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    assert out is None or (out.shape == x.shape and out.is_contiguous())
     q, scale = _outputs(x, k, group, static_scale)
     block, warps = launch_choice(k)
     if m:
         rms_norm_quantise_kernel[(m,)](
-            x, x if residual is None else residual, weight, q, scale, scale, k, x.stride(0), eps,
-            upper_bound, BLOCK=block, GROUP=group, STATIC=static_scale is not None,
-            HAS_RESIDUAL=residual is not None, DT=_dtype(x),
-            INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+            x, x if residual is None else residual, weight, x if out is None else out, q, scale,
+            scale, k, x.stride(0), eps, upper_bound, BLOCK=block, GROUP=group,
+            STATIC=static_scale is not None, HAS_RESIDUAL=residual is not None,
+            HAS_OUT=out is not None, DT=_dtype(x), INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=warps,
         )  # fmt: skip
     return q, scale
 
@@ -200,20 +215,26 @@ def silu_mul_quantise(
     group: int = 0,
     static_scale: torch.Tensor | None = None,
     upper_bound: float = float("inf"),
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu(gate) * up of x [M, 2 K], quantised by row: (q [M, K], scale)."""
+    """silu(gate) * up of x [M, 2 K], quantised by row: (q [M, K], scale); `out` [M, K] receives
+    it unquantised.
+    """
     if _on_cpu(x):
-        return quantise_rows_ref(silu_mul_ref(x), group, static_scale, upper_bound)
+        product = silu_mul_ref(x)
+        if out is not None:
+            out.copy_(product)
+        return quantise_rows_ref(product, group, static_scale, upper_bound)
     m, k = x.shape[0], x.shape[1] // 2
     assert x.shape[1] == 2 * k
+    assert out is None or (out.shape == (m, k) and out.is_contiguous())
     q, scale = _outputs(x, k, group, static_scale)
     block, warps = launch_choice(k)
-    static = static_scale is not None
     if m:
         silu_mul_quantise_kernel[(m,)](
-            x, q, scale, scale, k, x.stride(0), upper_bound,
-            BLOCK=block, GROUP=group, STATIC=static, DT=_dtype(x),
-            INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+            x, x if out is None else out, q, scale, scale, k, x.stride(0), upper_bound,
+            BLOCK=block, GROUP=group, STATIC=static_scale is not None, HAS_OUT=out is not None,
+            DT=_dtype(x), INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
         )  # fmt: skip
     return q, scale
 

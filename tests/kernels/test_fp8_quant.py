@@ -71,6 +71,17 @@ def test_static_scale_and_upper_bound_saturate() -> None:
     assert scale.tolist() == [1.0] and q.float().tolist() == [[1.0, -448.0, 3.0]]
 
 
+def test_a_lora_branch_gets_the_unquantised_activation() -> None:
+    """A-CFG-30."""
+    x, gate_up = random_x(3, 64, torch.bfloat16), random_x(3, 128, torch.bfloat16)
+    weight = random_x(1, 64, torch.bfloat16)[0]
+    out = torch.empty_like(x)
+    rms_norm_quantise(x, weight, 1e-5, out=out)
+    assert torch.equal(out, rms_norm_ref(x, weight, 1e-5))
+    silu_mul_quantise(gate_up, out=out)
+    assert torch.equal(out, silu_mul_ref(gate_up))
+
+
 def test_residual_becomes_the_sum() -> None:
     x, residual = random_x(2, 64, torch.bfloat16), random_x(2, 64, torch.bfloat16) * 0.5
     weight = torch.ones(64, dtype=torch.bfloat16)
@@ -88,14 +99,21 @@ def test_kernels_match_reference(k: int, group: int) -> None:
     residual = random_x(3, k, torch.float16) * 0.25
     expected_residual = residual.clone()
     gate_up = random_x(3, 2 * k, torch.float16)
+    normed, product = torch.empty_like(x), torch.empty_like(x)
     pairs = [
         (quantise_rows(x, group), quantise_rows_ref(x, group)),
         (
-            rms_norm_quantise(x, weight, 1e-5, residual, group),
+            rms_norm_quantise(x, weight, 1e-5, residual, group, out=normed),
             quantise_rows_ref(rms_norm_ref(x, weight, 1e-5, expected_residual), group),
         ),
-        (silu_mul_quantise(gate_up, group), quantise_rows_ref(silu_mul_ref(gate_up), group)),
+        (
+            silu_mul_quantise(gate_up, group, out=product),
+            quantise_rows_ref(silu_mul_ref(gate_up), group),
+        ),
     ]
+    expected = rms_norm_ref(expected_residual, weight, 1e-5)
+    assert torch.allclose(normed, expected, rtol=4e-3, atol=1e-3)
+    assert torch.allclose(product, silu_mul_ref(gate_up), rtol=4e-3, atol=1e-3)
     for (q, scale), (expected_q, expected_scale) in pairs:
         assert torch.allclose(scale, expected_scale, rtol=4e-3)
         # The interpreter keeps fp32 between the steps and truncates: neighbouring codes.
@@ -131,15 +149,19 @@ def test_device_matches_reference(k: int, group: int, dtype: torch.dtype) -> Non
     expected_q, expected_scale = quantise_rows_ref(x, group)
     assert torch.allclose(scale, expected_scale, rtol=1e-6)
     assert_close_codes(q, expected_q, 1e-3)
-    q, scale = rms_norm_quantise(x, weight, 1e-5, residual, group)
+    out = torch.empty_like(x)
+    q, scale = rms_norm_quantise(x, weight, 1e-5, residual, group, out=out)
     normed = rms_norm_ref(x, weight, 1e-5, expected_residual)
     assert torch.equal(residual, expected_residual)
-    expected_q, expected_scale = quantise_rows_ref(normed, group)
+    assert torch.allclose(out, normed, rtol=1e-2, atol=1e-3)
+    # Quantising what the kernel itself made: the reduction's last bit is no part of this check.
+    expected_q, expected_scale = quantise_rows_ref(out, group)
     assert torch.allclose(scale, expected_scale, rtol=1e-2)
     back, wanted = dequantised(q, scale, group), dequantised(expected_q, expected_scale, group)
     assert float((back - wanted).norm() / wanted.norm()) < 2e-2
-    q, scale = silu_mul_quantise(gate_up, group)
-    expected_q, expected_scale = quantise_rows_ref(silu_mul_ref(gate_up), group)
+    q, scale = silu_mul_quantise(gate_up, group, out=out)
+    assert torch.allclose(out, silu_mul_ref(gate_up), rtol=1e-2, atol=1e-3)
+    expected_q, expected_scale = quantise_rows_ref(out, group)
     back, wanted = dequantised(q, scale, group), dequantised(expected_q, expected_scale, group)
     assert float((back - wanted).norm() / wanted.norm()) < 2e-2
 

@@ -135,7 +135,8 @@ def test_fp8_quant(sm: int) -> None:
     common = {**pointers, "K": "i32", "stride_xm": "i32", "upper_bound": "fp32"}
     values: dict[str, Any] = {"BLOCK": block, "GROUP": 128, "STATIC": False, "INTERPRETED": False}
     assert_fits(fp8_quant.quantise_kernel, common, values, sm, warps)
-    silu = {**values, "GROUP": 0, "DT": tl.bfloat16}
+    silu = {**values, "GROUP": 0, "HAS_OUT": True, "DT": tl.bfloat16}
+    common["out_ptr"] = "*bf16"
     assert_fits(fp8_quant.silu_mul_quantise_kernel, common, silu, sm, warps)
     norm = {**common, "residual_ptr": "*bf16", "weight_ptr": "*bf16", "eps": "fp32"}
     values = {**silu, "HAS_RESIDUAL": True}

@@ -33,9 +33,10 @@ GROUP = 128
 _TINYGEMM_ROWS = 16
 
 _TILES: Sequence[Mapping[str, Any]] = tuple(
-    {"block_n": block_n, "num_warps": warps, "num_stages": stages}
-    for block_n, warps in ((64, 4), (128, 4), (128, 8))
-    for stages in (3, 4, 5, 6)
+    {"block_n": block_n, "num_warps": warps, "num_stages": stages, "pdl": pdl}
+    for block_n, warps in ((64, 2), (64, 4), (128, 2), (128, 4), (128, 8))
+    for stages in (3, 4, 6)
+    for pdl in (False, True)
 )
 _GEMV: Sequence[Mapping[str, Any]] = tuple(
     {"block_n": block_n, "block_k": block_k, "unroll": unroll, "num_warps": warps}
@@ -88,6 +89,13 @@ def random_awq(n: int, k: int, device: torch.device) -> AwqWeight:
     return AwqWeight(words, meta, counters, n, k, torch.float16)
 
 
+def _chosen(tile: object, choice: Mapping[str, Any], device: torch.device) -> Tile:
+    """`tile` under a choice of --tune, early launch only where the card has it."""
+    assert isinstance(tile, Tile)
+    chosen = replace(tile, **choice)
+    return replace(chosen, pdl=chosen.pdl and _chip(device).has_pdl)
+
+
 def _tinygemm(
     multiply: Multiply, x: Sequence[torch.Tensor], device: torch.device, count: int
 ) -> Run:
@@ -117,8 +125,7 @@ def _awq_case(multiply: Multiply) -> Case:
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
             tile = awq.choose_launch(m, n, k, _chip(device)).tile
-            assert tile is not None
-            chosen = replace(tile, **choice)
+            chosen = _chosen(tile, choice, device)
             return lambda i: awq.run_fused(x[i], weights[i], chosen)
 
         return Built(count, variants, with_choice)
@@ -130,7 +137,7 @@ def _awq_case(multiply: Multiply) -> Case:
         build=build,
         flops=2.0 * m * n * k,
         tune_key=multiply.tune_key(),
-        choices=_TILES if m in (4, 16, 32, 64, 128) else (),
+        choices=_TILES if m in (4, 16, 32, 64) else (),
     )
 
 
@@ -162,8 +169,7 @@ def _fp8_case(multiply: Multiply, blockwise: bool) -> Case:
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
             tile = fp8.choose_launch(m, n, k, _chip(device), blockwise)
-            assert isinstance(tile, Tile)
-            chosen = replace(tile, **choice)
+            chosen = _chosen(tile, choice, device)
             return lambda i: fp8.run_split(*rows[i], weights[i], torch.bfloat16, chosen)
 
         return Built(count, variants, with_choice)
@@ -200,8 +206,7 @@ def _weight_only_case(multiply: Multiply) -> Case:
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
             tile = wide.choose_launch(m, n, k, _chip(device))[0]
-            assert tile is not None
-            chosen = replace(tile, **choice)
+            chosen = _chosen(tile, choice, device)
             return lambda i: wide.run_fused(x[i], weights[i], chosen)
 
         return Built(count, variants, with_choice)
@@ -213,7 +218,7 @@ def _weight_only_case(multiply: Multiply) -> Case:
         build=build,
         flops=2.0 * m * n * k,
         tune_key=multiply.tune_key(),
-        choices=_TILES if m in (4, 16, 32, 64, 128) else (),
+        choices=_TILES if m in (4, 16, 32, 64) else (),
     )
 
 
@@ -229,7 +234,7 @@ def _gemv_case(multiply: Multiply) -> Case:
         }
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
-            chosen = GemvLaunch(**choice)
+            chosen = GemvLaunch(**choice, pdl=_chip(device).has_pdl)
             return lambda i: run_gemv(x[i], w[i], chosen)
 
         return Built(count, variants, with_choice)
