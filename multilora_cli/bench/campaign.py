@@ -1,0 +1,219 @@
+"""Runs the arms of a program in turns (A, B, A, B), on one server or on two.
+
+Turns, because a machine drifts: what is compared has run under the same drift. Every pass has
+prompts of its own, so that no prefix cache answers for the model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from multilora_cli.bench.arms import Arm, Program
+from multilora_cli.bench.churn import Mark, churning, reload
+from multilora_cli.bench.loadgen import (
+    Load,
+    LoadResult,
+    PlannedRequest,
+    Progress,
+    run_load,
+)
+from multilora_cli.bench.measure import Known, Measures, Slo, measure
+from multilora_cli.bench.prompts import PromptMaker
+from multilora_cli.bench.target import Adapter, Fleet, Target
+from multilora_cli.errors import BadInput, MloraError, Unreachable
+
+WARM_UP_TOKENS = 4
+WARM_UP_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the servers compared; `adapters` are those used, in order of popularity."""
+
+    label: str
+    target: Target
+    fleet: Fleet
+    adapters: tuple[Adapter, ...]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One arm, once, on one side."""
+
+    side: str
+    arm: str
+    round: int
+    result: LoadResult
+    measures: Measures
+    known: Known
+    marks: tuple[Mark, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every pass is sent and judged."""
+
+    prompts: PromptMaker = field(default_factory=PromptMaker)
+    slo: Slo | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)  # from the fleet file
+    tell: Callable[[str, Progress], None] | None = None
+    ended: Callable[[Pass], None] | None = None
+
+
+async def run_program(
+    sides: Sequence[Side], program: Program, settings: Settings
+) -> tuple[list[Pass], list[str]]:
+    """Every pass in the order it ran, and what must be said about them. Raises MloraError."""
+    passes: list[Pass] = []
+    notes = list(program.notes)
+    for side in sides:
+        await _warm_up(side, program, settings)
+    for turn, side, arm in _turns(sides, program):
+        if arm.action == "reload":
+            try:
+                await reload(side.target, _used(side, arm))
+            except BadInput as error:
+                notes.append(f"{arm.label} is left out: {error.message}")
+                continue
+        done = await _one_pass(side, arm, turn, settings)
+        passes.append(done)
+        if settings.ended is not None:
+            settings.ended(done)
+    return passes, notes
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The salt makes prompts differ between rounds and arms, but not between sides."""
+
+    round: int
+    salt: int
+
+
+def _turns(sides: Sequence[Side], program: Program) -> Iterator[tuple[_Turn, Side, Arm]]:
+    for number in range(program.rounds):
+        ordered = sides if number % 2 == 0 else sides[::-1]
+        for index, arm in enumerate(program.arms):
+            for side in ordered:
+                yield _Turn(number, 1 + number * len(program.arms) + index), side, arm
+
+
+def planned(side: Side, arm: Arm) -> list[PlannedRequest]:
+    """The arm's requests with the names that this side has."""
+    rows = []
+    for request in arm.requests:
+        adapter = None if request.adapter is None else side.adapters[request.adapter].name
+        rows.append(
+            PlannedRequest(
+                model=adapter or side.fleet.base,
+                adapter=adapter,
+                input_tokens=request.input_tokens,
+                output_tokens=request.output_tokens,
+                arrival_s=request.arrival_s,
+            )
+        )
+    return rows
+
+
+async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pass:
+    before = await side.target.fleet()
+    tell = settings.tell
+    label = f"{side.label}: {arm.label}" if side.label else arm.label
+    load = Load(
+        prompts=settings.prompts,
+        concurrency=arm.concurrency,
+        open_loop=arm.open_loop,
+        salt=turn.salt,
+        tell=None if tell is None else lambda progress: tell(label, progress),
+    )
+    used = _used(side, arm)
+    others = [adapter for adapter in side.adapters if adapter not in used]
+    requests = planned(side, arm)
+    marks: list[Mark] = []
+    if arm.action == "churn":
+        async with churning(side.target, used, others) as marks:
+            result = await run_load(side.target, requests, load)
+    else:
+        result = await run_load(side.target, requests, load)
+    _stop_if_dead(side, result)
+    after = await side.target.fleet()
+    tiers = {a.name: a.tier for a in before.adapters if a.tier is not None}
+    known = Known({**settings.ranks, **before.ranks}, tiers)
+    measures = measure(
+        result.records,
+        result.duration_s,
+        known=known,
+        slo=settings.slo,
+        open_loop=arm.open_loop,
+    )
+    measures = _with_server(measures, before, after)
+    return Pass(side.label, arm.label, turn.round, result, measures, known, tuple(marks))
+
+
+def _used(side: Side, arm: Arm) -> list[Adapter]:
+    indices = {request.adapter for request in arm.requests} - {None}
+    return [side.adapters[index] for index in sorted(i for i in indices if i is not None)]
+
+
+async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
+    """The base, and every adapter of the program unless first use is what is measured."""
+    names: list[str | None] = [None]
+    if program.warm_up:
+        used = {r.adapter for arm in program.arms for r in arm.requests if r.adapter is not None}
+        names += [side.adapters[index].name for index in sorted(used)]
+    requests = [PlannedRequest(n or side.fleet.base, n, 16, WARM_UP_TOKENS) for n in names]
+    tell = settings.tell
+    label = f"{side.label}: warm-up" if side.label else "warm-up"
+    load = Load(
+        settings.prompts,
+        concurrency=WARM_UP_AT_ONCE,
+        tell=None if tell is None else lambda progress: tell(label, progress),
+    )
+    result = await run_load(side.target, requests, load)
+    for record in result.records:
+        if record.error is not None:
+            raise MloraError(
+                f"warm-up: {record.model}: {record.error}: {record.detail}",
+                hint="nothing was measured, since not even one short request succeeds",
+            )
+
+
+def _stop_if_dead(side: Side, result: LoadResult) -> None:
+    """A server that is gone ends the run; anything less is a figure."""
+    if all(record.error == "unreachable" for record in result.records):
+        raise Unreachable(f"{side.target.url}: the server went away: {result.records[0].detail}")
+
+
+def _with_server(measures: Measures, before: Fleet, after: Fleet) -> Measures:
+    """Add what the server's own counters say of a pass."""
+    hits = _growth(before, after, lambda adapter: adapter.hits)
+    loads = _growth(before, after, lambda adapter: adapter.loads)
+    told = _growth(before, after, lambda adapter: adapter.requests)
+    if hits is None or loads is None:
+        return measures
+    total_hits, total_loads = sum(hits.values()), sum(loads.values())
+    asked = {g.name: g.requests for g in measures.per_adapter}
+    agrees = None
+    if told is not None and not measures.errors:
+        agrees = all(told[name] == asked.get(name, 0) for name in told)
+    seen = total_hits + total_loads
+    return replace(
+        measures,
+        hit_ratio=total_hits / seen if seen else None,
+        loads=total_loads,
+        server_agrees=agrees,
+    )
+
+
+def _growth(
+    before: Fleet, after: Fleet, count: Callable[[Adapter], int | None]
+) -> dict[str, int] | None:
+    """Growth of a counter by adapter; None where the server does not count."""
+    old = {adapter.name: count(adapter) for adapter in before.adapters}
+    grown: dict[str, int] = {}
+    for adapter in after.adapters:
+        new = count(adapter)
+        if new is None:
+            return None
+        # A counter that fell belongs to an adapter that was loaded anew.
+        grown[adapter.name] = max(new - (old.get(adapter.name) or 0), 0)
+    return grown or None
