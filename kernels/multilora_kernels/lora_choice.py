@@ -150,7 +150,7 @@ def _decode(chip: Chip) -> LoraChoice:
         expand_warps=4,
         shrink_registers=None,
         expand_registers=None,
-        programs_per_sm=32,
+        programs_per_sm=16,
         pdl=chip.has_pdl,
     )
 

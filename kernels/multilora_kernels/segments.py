@@ -62,6 +62,11 @@ class Segments:
         return len(self.seg_slots)
 
     @property
+    def nbytes(self) -> int:
+        """Device bytes of the work lists written so far."""
+        return sum(lists.nbytes for lists in self._lists.values())
+
+    @property
     def has_adapters(self) -> bool:
         """Whether any row has one; if not, `add_lora` launches nothing."""
         return self._is_capture or len(self.seg_slots) > 0
@@ -100,8 +105,9 @@ class Segments:
         """Size launches for `num_tokens` rows of distinct adapters of `rank`, whatever is listed.
 
         Call before capturing a graph: `add_lora` then launches although no row has an adapter.
-        Replays with more work than that are walked in turns, those with less leave early. `slots`
-        are the rows that the captured step itself works on; default: the base alone.
+        Replays with more work are walked in turns, those with less leave early: a step of rank 64
+        through launches sized for rank 16 takes four turns, so give the highest rank in common
+        use. `slots` are the rows that the captured step itself works on; default: the base alone.
         """
         assert is_decode(num_tokens) and num_tokens <= self.max_tokens
         self.build(np.zeros(num_tokens, dtype=np.int32) if slots is None else slots)

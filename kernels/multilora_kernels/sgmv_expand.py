@@ -18,6 +18,9 @@ from multilora_kernels.sgmv_shrink import compute_dtype
 from multilora_kernels.table import AdapterTable, PlacedBlock
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
+# Software pipelining hoists loads of the planes above the wait for the shrink: wrong sums.
+EXPAND_STAGES = 1
+
 
 @triton.jit
 def _load_task(task, Y_UNIT: tl.constexpr):
@@ -32,15 +35,9 @@ def _load_task(task, Y_UNIT: tl.constexpr):
 
 @triton.jit
 def _load_pieces(
-    task_ptr,
-    offsets_ptr,
-    n_start,
-    d_out,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    task_ptr, offsets_ptr, n_start, d_out, CELL: tl.constexpr, CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Table entries of a task's four pieces of B (-1: none), and log2 of the tiles side by side."""
     shift = tl.load(task_ptr + 12)
     e0 = _load_entry(tl.load(task_ptr + 8), offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
@@ -55,8 +52,8 @@ def _load_pieces(
 
 @triton.jit
 def _load_entry(
-    cell, offsets_ptr, n, d_out, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr
-):
+    cell, offsets_ptr, n, d_out, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Table entry of the block of B that holds column n; -1 where there is none."""
     is_block = (cell >= 0) & (n < d_out)
     return tl.load(offsets_ptr + cell * CELL + A_CHUNKS + n // CHUNK, mask=is_block, other=-1)
@@ -64,27 +61,11 @@ def _load_entry(
 
 @triton.jit
 def _expand_tile(
-    planes_ptr,
-    weights_ptr,
-    y_ptr,
-    stride_ym,
-    row_ptr,
-    entry,
-    n_start,
-    d_out,
-    plane,
-    next_task_ptr,
-    offsets_ptr,
-    next_n_start,
-    next_d_out,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr,
+    planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, entry, n_start, d_out, plane,
+    next_task_ptr, offsets_ptr, next_n_start, next_d_out, CELL: tl.constexpr, CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """One row, one rank tile, 4 * BLOCK_N columns by multiply and sum.
 
     Returns the next task's table entries, loaded in the shadow of this one's weights.
@@ -142,34 +123,11 @@ def _side_by_side(e0, e1, e2, e3):
 
 @triton.jit
 def _expand_pieces(
-    planes_ptr,
-    weights_ptr,
-    y_ptr,
-    stride_ym,
-    offsets_ptr,
-    tiles_ptr,
-    row_ptr,
-    first,
-    num_tiles,
-    e0,
-    e1,
-    e2,
-    e3,
-    shift,
-    n_start,
-    d_out,
-    plane,
-    next_task_ptr,
-    next_n_start,
-    next_d_out,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    planes_ptr, weights_ptr, y_ptr, stride_ym, offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
+    e0, e1, e2, e3, shift, n_start, d_out, plane, next_task_ptr, next_n_start, next_d_out,
+    CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row, several rank tiles: four pieces side by side; returns as `_expand_tile`."""
     side = 1 << shift
     piece = tl.arange(0, 4)
@@ -214,16 +172,9 @@ def _expand_pieces(
 
 @triton.jit
 def _more(
-    cells_ptr,
-    i: tl.constexpr,
-    left,
-    offsets_ptr,
-    n,
-    d_out,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-):
+    cells_ptr, i: tl.constexpr, left, offsets_ptr, n, d_out, CELL: tl.constexpr,
+    CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Table entry of the i-th of the tiles that begin at `cells_ptr`, of which `left` exist."""
     cell = tl.load(cells_ptr + i * 4, mask=i < left, other=-1)
     return _load_entry(cell, offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
@@ -231,30 +182,11 @@ def _more(
 
 @triton.jit
 def _expand_rows(
-    planes_ptr,
-    weights_ptr,
-    y_ptr,
-    stride_ym,
-    offsets_ptr,
-    tiles_ptr,
-    row_ptr,
-    first,
-    num_tiles,
-    entry,
-    n_start,
-    d_out,
-    plane,
-    num_rows,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ROWS_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    PDL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    planes_ptr, weights_ptr, y_ptr, stride_ym, offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
+    entry, n_start, d_out, plane, num_rows, CELL: tl.constexpr, CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles."""
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
@@ -281,14 +213,9 @@ def _expand_rows(
 
 @triton.jit
 def _row_h(
-    planes_ptr,
-    plane,
-    num_rows,
-    entry,
-    BLOCK_M: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    planes_ptr, plane, num_rows, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
     COMPUTE: tl.constexpr,
-):
+):  # fmt: skip
     """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of decode, in order."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 16)
@@ -314,29 +241,12 @@ def _load_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["layer_start"])
 def expand_decode_kernel(
-    planes_ptr,
-    weights_ptr,
-    y_ptr,
-    offsets_ptr,
-    tiles_ptr,
-    tasks_ptr,
-    rows_ptr,
-    counts_ptr,
-    layer_start,
-    stride_ym,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS_N: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    Y_UNIT: tl.constexpr,
-    PDL: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
+    layer_start, stride_ym, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    SPLITS: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     task = tl.program_id(0)
     stride = tl.num_programs(0)
     offsets = offsets_ptr + layer_start
@@ -385,28 +295,11 @@ def expand_decode_kernel(
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
 def expand_prefill_kernel(
-    planes_ptr,
-    weights_ptr,
-    y_ptr,
-    offsets_ptr,
-    tiles_ptr,
-    tasks_ptr,
-    rows_ptr,
-    layer_start,
-    stride_ym,
-    plane_rows,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    N_STEPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    Y_UNIT: tl.constexpr,
-    PDL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, layer_start,
+    stride_ym, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_STEPS: tl.constexpr, SPLIT_K: tl.constexpr,
+    Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
         tasks_ptr + tl.program_id(0) * 16, Y_UNIT
     )
@@ -442,14 +335,9 @@ def expand_prefill_kernel(
 
 @triton.jit
 def _sum_planes(
-    planes_ptr,
-    plane,
-    num_rows,
-    plane_rows,
-    BLOCK_M: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    planes_ptr, plane, num_rows, plane_rows, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
     COMPUTE: tl.constexpr,
-):
+):  # fmt: skip
     """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of prefill, in order."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 16)
@@ -488,14 +376,12 @@ def sgmv_expand(
         "COMPUTE": compute_dtype(y.dtype),
         "PRECISION": "ieee",
         "num_warps": choice.expand_warps,
-        # Software pipelining would hoist loads of the planes above the wait for the shrink.
-        "num_stages": 1,
+        "num_stages": EXPAND_STAGES,
         "maxnreg": choice.expand_registers,
         **({"launch_pdl": True} if choice.pdl else {}),
     }
     if choice.is_decode:
-        cap = choice.programs_per_sm * lists.chip.num_sms
-        expand_decode_kernel[(max(1, min(group.num_tasks, cap)),)](
+        expand_decode_kernel[(lists.decode_grid(group.num_tasks, choice),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
             layer_start, y.stride(0), ROWS_N=choice.rows_n, SPLITS=triton.next_power_of_2(splits),
             **constants,

@@ -42,20 +42,9 @@ def _load_tile(tiles_ptr, index):
 
 @triton.jit
 def _shrink_row(
-    x_ptr,
-    stride_xm,
-    row_ptr,
-    a_ptr,
-    width,
-    length,
-    out_ptr,
-    k_start,
-    d_in,
-    next_entry_ptr,
-    BLOCK_K: tl.constexpr,
-    K_STEPS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
+    x_ptr, stride_xm, row_ptr, a_ptr, width, length, out_ptr, k_start, d_in, next_entry_ptr,
+    BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
     """One row by multiply and sum: all of the tile's loads are in flight at once.
 
     Returns the next unit's table entry, loaded in their shadow.
@@ -85,23 +74,10 @@ def _shrink_row(
 
 @triton.jit
 def _shrink_rows(
-    x_ptr,
-    stride_xm,
-    row_ptr,
-    num_rows,
-    a_ptr,
-    width,
-    length,
-    out_ptr,
-    k_start,
-    d_in,
-    BLOCK_M: tl.constexpr,
-    SPAN: tl.constexpr,
-    DOT_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in,
+    BLOCK_M: tl.constexpr, SPAN: tl.constexpr, DOT_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Up to BLOCK_M rows of one adapter by matrix tiles."""
     r = tl.arange(0, 16)
     m = tl.arange(0, BLOCK_M)
@@ -122,29 +98,12 @@ def _shrink_rows(
 
 @triton.jit(do_not_specialize=["layer_start"])
 def shrink_decode_kernel(
-    x_ptr,
-    weights_ptr,
-    planes_ptr,
-    offsets_ptr,
-    tiles_ptr,
-    rows_ptr,
-    counts_ptr,
-    layer_start,
-    d_in,
-    stride_xm,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K_STEPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    DOT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PDL: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, rows_ptr, counts_ptr, layer_start,
+    d_in, stride_xm, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, DOT_K: tl.constexpr,
+    EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     if PDL:
         # At the very start: the expand programs load their weights while this kernel runs.
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,29 +147,11 @@ def shrink_decode_kernel(
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
 def shrink_prefill_kernel(
-    x_ptr,
-    weights_ptr,
-    planes_ptr,
-    offsets_ptr,
-    tiles_ptr,
-    bands_ptr,
-    rows_ptr,
-    layer_start,
-    d_in,
-    stride_xm,
-    plane_rows,
-    CELL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K_STEPS: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    BAND: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PDL: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, bands_ptr, rows_ptr, layer_start,
+    d_in, stride_xm, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, BAND: tl.constexpr,
+    ALIGNED: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     SPAN: tl.constexpr = BLOCK_K * K_STEPS
@@ -296,8 +237,7 @@ def sgmv_shrink(
         "maxnreg": choice.shrink_registers,
     }
     if choice.is_decode:
-        cap = choice.programs_per_sm * lists.chip.num_sms
-        grid = (max(1, min(group.num_tiles * splits, cap)),)
+        grid = (lists.decode_grid(group.num_tiles * splits, choice),)
         shrink_decode_kernel[grid](
             x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0),

@@ -41,22 +41,10 @@ IntArray = npt.NDArray[np.int32]
 
 @triton.jit(do_not_specialize=["num_runs", "num_rows"])
 def write_lists_kernel(
-    runs_ptr,
-    cells_ptr,
-    source_rows_ptr,
-    source_counts_ptr,
-    tiles_ptr,
-    tasks_ptr,
-    bands_ptr,
-    rows_ptr,
-    counts_ptr,
-    num_runs,
-    num_rows,
-    RUN_FIELDS: tl.constexpr,
-    BAND: tl.constexpr,
-    WRITE: tl.constexpr,
-    COPY: tl.constexpr,
-):
+    runs_ptr, cells_ptr, source_rows_ptr, source_counts_ptr, tiles_ptr, tasks_ptr, bands_ptr,
+    rows_ptr, counts_ptr, num_runs, num_rows, RUN_FIELDS: tl.constexpr, BAND: tl.constexpr,
+    WRITE: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     if program >= num_runs:
         _copy_rows(
@@ -103,24 +91,33 @@ def write_lists_kernel(
                 tile = piece & ((1 << shift) - 1)
                 cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
                 tl.store(to + 8 + piece, at * 0 + cell, mask=mask)
-        band_out = bands_ptr + tl.load(run + 12) * 8
-        num_bands = tl.load(run + 13)
-        band_tiles = tl.load(run + 14)
-        for i in range(0, num_bands, WRITE):
-            at = i + index
-            mask = at < num_bands
-            first = at * BAND
-            tl.store(band_out + at * 8, first_tile + first, mask=mask)
-            tl.store(band_out + at * 8 + 1, tl.minimum(BAND, band_tiles - first), mask=mask)
-            tl.store(band_out + at * 8 + 2, at * 0 + start, mask=mask)
-            tl.store(band_out + at * 8 + 3, at * 0 + rows, mask=mask)
-            tl.store(band_out + at * 8 + 4, plane + first * rows, mask=mask)
+        _write_bands(
+            bands_ptr + tl.load(run + 12) * 8, tl.load(run + 13), tl.load(run + 14),
+            first_tile, start, rows, plane, BAND, WRITE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_bands(
+    bands_ptr, num_bands, num_tiles, first_tile, start, rows, plane, BAND: tl.constexpr,
+    WRITE: tl.constexpr,
+):  # fmt: skip
+    for i in range(0, num_bands, WRITE):
+        at = i + tl.arange(0, WRITE)
+        mask = at < num_bands
+        first = at * BAND
+        band = bands_ptr + at * 8
+        tl.store(band, first_tile + first, mask=mask)
+        tl.store(band + 1, tl.minimum(BAND, num_tiles - first), mask=mask)
+        tl.store(band + 2, at * 0 + start, mask=mask)
+        tl.store(band + 3, at * 0 + rows, mask=mask)
+        tl.store(band + 4, plane + first * rows, mask=mask)
 
 
 @triton.jit
 def _copy_rows(
-    source_rows_ptr, source_counts_ptr, rows_ptr, counts_ptr, block, num_rows, COPY: tl.constexpr
-):
+    source_rows_ptr, source_counts_ptr, rows_ptr, counts_ptr, block, num_rows, COPY: tl.constexpr,
+):  # fmt: skip
     at = block * COPY + tl.arange(0, COPY)
     tl.store(rows_ptr + at, tl.load(source_rows_ptr + at, mask=at < num_rows), mask=at < num_rows)
     if block == 0:
@@ -283,6 +280,9 @@ class WorkLists:
         self._counts = torch.zeros(4, 4, dtype=torch.int32, device=table.device)
         self.rows = torch.zeros(max(1, max_tokens), dtype=torch.int32, device=table.device)
         self._planes = torch.empty(0, dtype=torch.float32, device=table.device)
+        self._tiles = torch.zeros(1, 4, dtype=torch.int32, device=table.device)
+        self._tasks = torch.zeros(1, 16, dtype=torch.int32, device=table.device)
+        self._bands = torch.zeros(1, 8, dtype=torch.int32, device=table.device)
 
     def reserve(self, max_tokens: int) -> None:
         """Allocate for any step of up to `max_tokens` rows, so that graphs may be captured."""
@@ -296,6 +296,21 @@ class WorkLists:
             wanted[name] = _Capacity(tiles, max_tokens * tasks, -(-tiles // SIDE_BY_SIDE))
             planes = max(planes, tiles * choice.splits(shape.d_in))
         self._grow(wanted, planes)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the lists and the planes."""
+        buffers = (self._tiles, self._tasks, self._bands, self._counts, self.rows, self._planes)
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def decode_grid(self, expected: int, choice: LoraChoice) -> int:
+        """Programs of a decode launch that expects so much work.
+
+        At least one a multiprocessor, for steps of higher rank than the graph was captured for
+        (an idle program costs 0.6 ns); at most what the choice allows, the rest is walked in turns.
+        """
+        sms = self.chip.num_sms
+        return max(sms, min(expected, choice.programs_per_sm * sms))
 
     def planes(self, num_rows: int, splits: int) -> torch.Tensor:
         """Flat fp32 scratch for `num_rows` x `splits` partial sums of 16 ranks."""
@@ -328,14 +343,15 @@ class WorkLists:
         ):
             self._capacity = dict(wanted)
             caps = list(wanted.values())
+            margin = self.chip.num_sms  # the smallest grid reads that many records
             self._tiles = torch.zeros(
-                sum(c.tiles for c in caps) + 1, 4, dtype=torch.int32, device=device
+                sum(c.tiles for c in caps) + margin, 4, dtype=torch.int32, device=device
             )
             self._tasks = torch.zeros(
-                sum(c.tasks for c in caps) + 1, 16, dtype=torch.int32, device=device
+                sum(c.tasks for c in caps) + margin, 16, dtype=torch.int32, device=device
             )
             self._bands = torch.zeros(
-                sum(c.bands for c in caps) + 1, 8, dtype=torch.int32, device=device
+                sum(c.bands for c in caps) + margin, 8, dtype=torch.int32, device=device
             )
         self.planes(plane_rows, 1)
 

@@ -2,77 +2,26 @@
 
 import pytest
 import torch
+from lora_cases import LAYERS, PAGE_BYTES, SHAPES, check, dense, run, small_fleet
 
 from multilora_kernels.add_lora import add_lora
 from multilora_kernels.layout import GROUPS, MODULES
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
-from multilora_kernels.testing import Fleet, make_fleet
+from multilora_kernels.testing import make_fleet
 
-SHAPES = {
-    "q_proj": (48, 48),
-    "k_proj": (48, 16),
-    "v_proj": (48, 16),
-    "o_proj": (48, 48),
-    "gate_proj": (48, 100),
-    "up_proj": (48, 100),
-    "down_proj": (100, 48),
-}
-LAYERS = 2
-# One KV head of 16: the smallest page there is, so every tile is cut into many blocks.
-PAGE_BYTES = LAYERS * 2 * 16 * 16 * 4
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-RANKS = (1, 8, 16, 17, 24, 64, 512, 3)
+SLOTS = [0, 3, 11, 3, 1, 7, 2, 0, 4, 5, 6, 8, 9, 10, 3, 11]
 
 
-def adapters() -> list[dict[tuple[int, str], int]]:
-    """Every rank once; one with attention only, one with layer 1 only, one that varies by layer."""
-    made = [{(layer, m): rank for layer in range(LAYERS) for m in MODULES} for rank in RANKS]
-    made.append({(layer, m): 16 for layer in range(LAYERS) for m in ("q_proj", "v_proj")})
-    made.append({(1, m): 20 for m in MODULES})
-    made.append({(0, "q_proj"): 40, (1, "q_proj"): 8, (1, "down_proj"): 2})
-    return made
-
-
-def dense(fleet: Fleet, x: torch.Tensor, slots: list[int], layer: int, group: str) -> torch.Tensor:
-    """The delta of every row in fp64, straight from the adapters' matrices."""
-    parts = []
-    for module in GROUPS[group]:
-        part = torch.zeros(len(slots), fleet.shapes[module][1], dtype=torch.float64)
-        for row, slot in enumerate(slots):
-            pair = fleet.weights[slot - 1].get((layer, module)) if slot else None
-            if pair is not None:
-                part[row] = pair[1].double() @ (pair[0].double() @ x[row].double())
-        parts.append(part)
-    return torch.cat(parts, dim=1)
-
-
-def run(fleet: Fleet, x: torch.Tensor, y: torch.Tensor, slots: list[int], group: str) -> None:
-    segments = Segments(len(slots), "cpu")
-    segments.build(slots)
-    for layer in range(LAYERS):
-        add_lora(y, x, fleet.pool, fleet.table, segments, layer, group)
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_row_gets_its_own_adapters_delta(dtype: torch.dtype, group: str) -> None:
-    fleet = make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, dtype, seed=1)
-    slots = [0, 3, 11, 3, 1, 7, 2, 0, 4, 5, 6, 8, 9, 10, 3, 11]
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(len(slots), SHAPES[GROUPS[group][0]][0], generator=generator).to(dtype)
-    width = sum(SHAPES[module][1] for module in GROUPS[group])
-    y = torch.randn(len(slots), width, generator=generator).to(dtype)
-    expected = y.double() + sum(dense(fleet, x, slots, layer, group) for layer in range(LAYERS))
-    before = y.clone()
-    run(fleet, x, y, slots, group)
-    error = (y.double() - expected).norm() / expected.norm()
-    assert error < TOLERANCE[dtype]
-    assert torch.equal(y[[0, 7]], before[[0, 7]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_row_gets_its_own_adapters_delta(dtype: torch.dtype) -> None:
+    fleet = small_fleet(dtype, seed=1)
+    for group in GROUPS:
+        check(fleet, SLOTS, group, 5, range(LAYERS))
 
 
 def test_a_nan_adapter_leaves_other_rows_bit_identical() -> None:
-    fleet = make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, torch.float32, seed=2)
+    fleet = small_fleet(torch.float32, seed=2)
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
     slots = [3, 1, 0, 3, 4]
     clean = torch.zeros(5, 80)
@@ -89,7 +38,7 @@ def test_a_nan_adapter_leaves_other_rows_bit_identical() -> None:
 
 
 def test_a_row_does_not_depend_on_other_rows_adapters() -> None:
-    fleet = make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, torch.float32, seed=3)
+    fleet = small_fleet(torch.float32, seed=3)
     x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
     together, alone = torch.zeros(6, 48), torch.zeros(6, 48)
     run(fleet, x, together, [1, 2, 5, 6, 7, 8], "o")
@@ -99,7 +48,7 @@ def test_a_row_does_not_depend_on_other_rows_adapters() -> None:
 
 
 def test_a_slot_can_be_cleared_and_taken_by_another_adapter() -> None:
-    fleet = make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, torch.float32, seed=4)
+    fleet = small_fleet(torch.float32, seed=4)
     table = fleet.table
     x = torch.randn(1, 48, generator=torch.Generator().manual_seed(1))
     pages = table._slots[5].pages
@@ -117,7 +66,7 @@ def test_a_slot_can_be_cleared_and_taken_by_another_adapter() -> None:
 
 
 def test_the_device_table_mirrors_the_host_and_says_when_it_is_full() -> None:
-    fleet = make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, torch.float32, seed=5)
+    fleet = small_fleet(torch.float32, seed=5)
     table = fleet.table
     assert torch.equal(table.offsets, torch.from_numpy(table._offsets_cpu))
     big = {(layer, m): 512 for layer in range(LAYERS) for m in MODULES}
@@ -126,13 +75,12 @@ def test_the_device_table_mirrors_the_host_and_says_when_it_is_full() -> None:
     assert not small.can_hold(plan)
     with pytest.raises(RuntimeError, match="table is full: 224 rank tiles needed"):
         small.set(1, plan, range(plan.num_pages))
-    assert table.nbytes == 3 * 8 * (
-        sum(len(table._slots[s].plan.blocks) for s in table._slots) + LAYERS * 7 * 12
-    )
+    blocks = sum(len(table._slots[slot].plan.blocks) for slot in table._slots)
+    assert table.nbytes == 8 * (3 * (blocks + LAYERS * 7 * 12) + 256)
 
 
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written() -> None:
-    fleet = make_fleet(adapters(), SHAPES, LAYERS, PAGE_BYTES, torch.float32)
+    fleet = small_fleet(torch.float32, seed=6)
     segments = Segments(2, "cpu")
     segments.build([1, 2])
     with pytest.raises(AssertionError):

@@ -1,8 +1,8 @@
 """add_lora at Llama-3-8B shapes, weights scattered over a paged pool of real geometry.
 
-The timed part is what a decode step does: launches sized for as many rank-16 adapters as there are
-rows, walking whatever the step's lists hold. Beside it run a Python loop over the adapters and
-gather + bmm, on contiguous weights.
+The timed part is what a decode step does: launches sized for as many adapters of the fleet's
+highest rank as there are rows, walking whatever the step's lists hold. Beside it run a Python loop
+over the adapters and gather + bmm, on contiguous weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -182,7 +182,8 @@ class LoraCell:
         segments = Segments(self.rows, device, max_rank=128, choose=choice)
         slots = self.slots(turn)
         if is_decode(self.rows):
-            segments.prepare_capture(fleet.table, self.rows, slots=slots)
+            rank = max(fleet.ranks)
+            segments.prepare_capture(fleet.table, self.rows, rank, slots)
         else:
             segments.build(slots)
         return segments
