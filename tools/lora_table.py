@@ -41,7 +41,10 @@ def ours(records: Iterable[Record], chip: str, variant: str = "ours") -> dict[Ke
     return {
         (r["shape"]["group"], r["shape"]["T"], r["shape"]["popularity"], r["shape"]["rank"]): r
         for r in records
-        if r["op"] == "lora" and r["variant"] == variant and r["launch_choices_for"] == chip
+        if r["op"] == "lora"
+        and r["variant"] == variant
+        and r["launch_choices_for"] == chip
+        and "void" not in r
     }
 
 
@@ -61,15 +64,17 @@ def cell_rows(peers: list[Record], found: dict[Key, Record], other: dict[Key, Re
     ]
     for peer in peers:
         key = (peer["group"], peer["T"], peer["popularity"], peer["rank"])
-        if key not in found:
+        if key not in found and key not in other:
             continue
-        us = found[key]["us"]
+        # Where only the stand-in's figure is valid, it is compared.
+        us = (found.get(key) or other[key])["us"]
+        shown = f"{us:.1f}" if key in found else "-"
         name, peer_us = best_peer(peer)
         floor = peer.get("stream_us")
         share = "" if floor is None else f"{floor / us:.2f}"
         stand_in = f"{other[key]['us']:.1f}" if key in other else ""
         lines.append(
-            f"| {key[0]} | {key[1]} | {key[2]} | {key[3]} | {us:.1f} | {peer_us:.1f}"
+            f"| {key[0]} | {key[1]} | {key[2]} | {key[3]} | {shown} | {peer_us:.1f}"
             f" ({NAMES[name]}) | {peer_us / us:.2f} | {share} | {stand_in} |"
         )
     return lines
@@ -144,9 +149,12 @@ def main() -> None:
         f"Measured on {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, commit"
         f" {first['commit']}: `{first['command']}`. Peers: see the file beside the records."
     )
+    shared = {key: record for key, record in stand_in.items() if key not in found}
     body = "\n".join(
         [
-            BEGIN, source, "", *summary(peers, found), "", *steps(records), "",
+            BEGIN, source, "", *summary(peers, found), "",
+            "Of cells without a valid figure of the H200's choices, those of the RTX 4090's:", "",
+            *summary(peers, shared), "", *steps(records), "",
             *cell_rows(peers, found, stand_in), END,
         ]
     )  # fmt: skip

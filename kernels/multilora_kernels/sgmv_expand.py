@@ -18,8 +18,9 @@ from multilora_kernels.sgmv_shrink import compute_dtype
 from multilora_kernels.table import AdapterTable, PlacedBlock
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
-# Software pipelining hoists loads of the planes above the wait for the shrink: wrong sums.
-EXPAND_STAGES = 1
+# In decode, software pipelining would hoist loads of the planes above the wait for the shrink:
+# wrong sums. In prefill the wait comes before the loop.
+DECODE_STAGES, PREFILL_STAGES = 1, 3
 
 
 @triton.jit
@@ -376,7 +377,7 @@ def sgmv_expand(
         "COMPUTE": compute_dtype(y.dtype),
         "PRECISION": "ieee",
         "num_warps": choice.expand_warps,
-        "num_stages": EXPAND_STAGES,
+        "num_stages": DECODE_STAGES if choice.is_decode else PREFILL_STAGES,
         "maxnreg": choice.expand_registers,
         **({"launch_pdl": True} if choice.pdl else {}),
     }

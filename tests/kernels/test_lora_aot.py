@@ -12,7 +12,8 @@ from triton.compiler import ASTSource
 from multilora_kernels.launch import H200, RTX_4090, Chip
 from multilora_kernels.lora_choice import SIDE_BY_SIDE, GroupShape, LoraChoice, choose
 from multilora_kernels.sgmv_expand import (
-    EXPAND_STAGES,
+    DECODE_STAGES,
+    PREFILL_STAGES,
     expand_decode_kernel,
     expand_prefill_kernel,
 )
@@ -82,7 +83,8 @@ def test_shrink_compiles_and_fits(sm: int, name: str, tokens: int) -> None:
 def test_expand_compiles_and_fits(sm: int, name: str, tokens: int) -> None:
     choice = choose(SHAPES[name], tokens, CHIPS[sm])
     kernel, signature, fixed = expand_arguments(sm, name, tokens)
-    assert_fits(kernel, signature, fixed, sm, choice.expand_warps, EXPAND_STAGES)
+    stages = DECODE_STAGES if choice.is_decode else PREFILL_STAGES
+    assert_fits(kernel, signature, fixed, sm, choice.expand_warps, stages)
 
 
 def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
@@ -118,7 +120,7 @@ def test_planes_are_not_read_before_the_wait_for_the_shrink() -> None:
     compiled = triton.compile(
         ASTSource(kernel, types, values, attrs),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "num_stages": EXPAND_STAGES},
+        options={"num_warps": 4, "num_stages": DECODE_STAGES},
     )
     ptx = compiled.asm["ptx"]
     # One wait for each path: shared rows, one rank tile, several; planes are read past the L1.
