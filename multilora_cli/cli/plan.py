@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from multilora_cli.fleet.load import LoadedFleet
     from multilora_cli.sizing.geometry import ModelGeometry
     from multilora_cli.sizing.hardware import Gpu
+    from multilora_cli.sizing.quantization import Quantization
     from multilora_cli.sizing.report import AdapterShape, FleetPlan, PlanRequest
 
 _CPU_POOL = 2 * 2**30  # what an engine on a CPU takes for its pool unless told otherwise
@@ -88,17 +89,16 @@ def _what_if(
     assume: str | None,
 ) -> bool:
     from multilora_cli.cli.plan_tables import show_grid
-    from multilora_cli.errors import Refused
+    from multilora_cli.errors import ModelError, Refused
     from multilora_cli.sizing.report import plan_fleet
 
     keys = [key for key, _ in grid]
     rows: list[tuple[Sequence[str], FleetPlan | str]] = []
     for values in itertools.product(*(values for _, values in grid)):
         settings = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-        request = _request(fleet, settings, card, assume)
         try:
-            rows.append((values, plan_fleet(request)))
-        except Refused as error:
+            rows.append((values, plan_fleet(_request(fleet, settings, card, assume))))
+        except (ModelError, Refused) as error:
             rows.append((values, error.message))
     show_grid(console, keys, rows)
     console.value([{"set": _named(keys, v), "plan": _plan_value(p)} for v, p in rows])
@@ -147,32 +147,43 @@ def _request(
     loaded = load_fleet(path, settings)
     geometry = read_geometry(fetch_config(loaded))
     shapes = _assumed(assume, geometry) if assume else _adapters(loaded, geometry)
-    quantization = _quantization(loaded, geometry)
     itemsize = compute_itemsize(loaded, has_card=card is not None)
+    quantization, notes = _quantization(loaded, geometry)
+    has_fp8 = card is not None and card.fp8_tflops is not None
+    quantization = quantization.on(gpu=card is not None, has_fp8=has_fp8, itemsize=itemsize)
     return PlanRequest(
         fleet=loaded.fleet,
         geometry=geometry,
         quantization=quantization,
         itemsize=itemsize,
-        available_bytes=_available(loaded, card, geometry, itemsize),
+        available_bytes=_available(loaded, card, geometry, quantization, itemsize),
         gpu=card,
         adapters=tuple(shapes),
+        notes=notes,
     )
 
 
-def _quantization(loaded: "LoadedFleet", geometry: "ModelGeometry"):  # type: ignore[no-untyped-def]
-    from multilora_cli.sizing.quantization import AWQ, FP8, NONE, read_quantization
+def _quantization(
+    loaded: "LoadedFleet", geometry: "ModelGeometry"
+) -> "tuple[Quantization, tuple[str, ...]]":
+    """What serving makes of the checkpoint; AWQ of a 16-bit one is a what-if, which a note says."""
+    from multilora_cli.sizing.quantization import AWQ, choose_quantization
+    from multilora_cli.sizing.quantization_config import read_quantization
 
-    wanted = loaded.fleet.base.quantization
-    stored = read_quantization(geometry.quantization, loaded.fleet.base.model)
-    if wanted == "auto" or wanted == stored.method:
-        return stored
-    return {"none": NONE, "fp8": FP8, "awq": AWQ}[wanted]
+    wanted, model = loaded.fleet.base.quantization, loaded.fleet.base.model
+    stored = read_quantization(geometry.quantization, model)
+    if wanted == "awq" and stored.method == "none":
+        return AWQ, (
+            f"{model} is a 16-bit checkpoint: to serve it as AWQ, make one with"
+            f" `mlora quantize {model} --to awq` and name that as base.model",
+        )
+    return choose_quantization(wanted, stored, model), ()
 
 
 def _available(
-    loaded: "LoadedFleet", card: "Gpu | None", geometry: "ModelGeometry", itemsize: int
-) -> int:
+    loaded: "LoadedFleet", card: "Gpu | None", geometry: "ModelGeometry",
+    quantization: "Quantization", itemsize: int,
+) -> int:  # fmt: skip
     """Bytes the fleet may use: what the file says, else the card's share, else the CPU's pool."""
     from multilora_cli.sizing.budget import base_bytes
 
@@ -181,7 +192,7 @@ def _available(
         return memory.device_bytes
     if card is not None:
         return int(card.memory_bytes * memory.device_fraction)
-    return base_bytes(geometry, itemsize).total + _CPU_POOL
+    return base_bytes(geometry, itemsize, quantization).total + _CPU_POOL
 
 
 def _adapters(loaded: "LoadedFleet", geometry: "ModelGeometry") -> "list[AdapterShape]":

@@ -13,7 +13,7 @@ from multilora_cli.layers.embedding import Embedding, Head
 from multilora_cli.layers.linear import DenseWeight, LoraLinear
 from multilora_cli.layers.norm import RMSNorm
 from multilora_cli.layers.rotary import Rotary
-from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_kernels.layout import GROUPS
 
 
@@ -136,13 +136,13 @@ class Decoder:
         bias = None
         if has_bias:
             bias = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        block = "mlp" if group in ("gate_up", "down") else "self_attn"
         start = 0
         for module, size in zip(modules, sizes, strict=True):
-            name = f"model.layers.{layer}.{block}.{module}."
-            self.tensors[name + "weight"] = weight.tensor[start : start + size]
+            name = projection_name(layer, module)
+            if isinstance(weight, DenseWeight):
+                self.tensors[name + ".weight"] = weight.tensor[start : start + size]
             if bias is not None:
-                self.tensors[name + "bias"] = bias[start : start + size]
+                self.tensors[name + ".bias"] = bias[start : start + size]
             start += size
         return LoraLinear(weight, layer, group, bias)
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from multilora_cli.errors import Refused
-from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import NONE, Quantization
 from multilora_cli.units import format_size
-from multilora_kernels.layout import MODULES
+from multilora_kernels.layout import GROUPS, MODULES
 
 # Adapters loaded at run time find room in the table up to this many beside the fleet's own.
 _SPARE_SLOTS = 64
@@ -76,11 +76,21 @@ def base_bytes(
         "o_proj": geometry.o_bias, "gate_proj": geometry.mlp_bias, "up_proj": geometry.mlp_bias,
         "down_proj": geometry.mlp_bias,
     }  # fmt: skip
+    shapes = geometry.module_shapes
     projections = {
-        name: geometry.num_layers
-        * (quantization.linear_bytes(d_in, d_out, itemsize) + d_out * biased[name] * itemsize)
-        for name, (d_in, d_out) in geometry.module_shapes.items()
+        module: geometry.num_layers * d_out * biased[module] * itemsize
+        for module, (_, d_out) in shapes.items()
     }
+    for layer in range(geometry.num_layers):
+        for modules in GROUPS.values():
+            parts = quantization.part_bytes(
+                [projection_name(layer, module) for module in modules],
+                shapes[modules[0]][0],
+                [shapes[module][1] for module in modules],
+                itemsize,
+            )
+            for module, size in zip(modules, parts, strict=True):
+                projections[module] += size
     per_layer = 2 * geometry.hidden_size + 2 * geometry.head_dim * geometry.qk_norm
     return BaseBytes(
         embedding=table,

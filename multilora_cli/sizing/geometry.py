@@ -99,6 +99,12 @@ class ModelGeometry:
         return 2 * self.num_layers * self.kv_size * itemsize
 
 
+def projection_name(layer: int, module: str) -> str:
+    """The checkpoint's name of one projection: model.layers.3.self_attn.q_proj."""
+    block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    return f"model.layers.{layer}.{block}.{module}"
+
+
 def read_geometry(folder: Path) -> ModelGeometry:
     """The geometry of the model in `folder`. Raises ModelError naming file and field."""
     path = folder / "config.json"

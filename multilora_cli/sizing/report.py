@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from multilora_cli.errors import Refused
@@ -139,6 +139,7 @@ class PlanRequest:
     available_bytes: int
     gpu: Gpu | None = None
     adapters: tuple[AdapterShape, ...] = ()
+    notes: tuple[str, ...] = ()  # become warnings of the plan
 
     @property
     def max_model_len(self) -> int:
@@ -194,7 +195,7 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
         bounds=tuple(_bounds(request, base, costs)) if gpu else (),
         prefill_ms=_prefill_ms(request, gpu) if gpu else None,
         break_even=break_even(base, _mean(costs)),
-        warnings=tuple(_warnings(request, planned, allowed)),
+        warnings=(*request.notes, *_warnings(request, planned, allowed)),
         problems=tuple(_problems(request, planned, allowed, memory)),
     )
 
@@ -326,20 +327,22 @@ def _problems(
 
 
 def what_would_fit(request: PlanRequest) -> str | None:
-    """The first change of storage that makes a refused base fit, in words."""
-    for method in ("fp8", "awq"):
-        if request.quantization.method == method:
-            continue
-        changed = Quantization(method)
+    """The first storage of a 16-bit base that makes a refused one fit, in words."""
+    model, gpu = request.fleet.base.model, request.gpu
+    ways = {
+        "fp8": "--set base.quantization=fp8",
+        "awq": f"make it with `mlora quantize {model} --to awq`",
+    }
+    for method in ("fp8", "awq") if request.quantization.method == "none" else ():
+        changed = Quantization(method).on(
+            gpu=gpu is not None,
+            has_fp8=gpu is not None and gpu.fp8_tflops is not None,
+            itemsize=request.itemsize,
+        )
         try:
-            plan = plan_fleet(
-                PlanRequest(
-                    request.fleet, request.geometry, changed, request.itemsize,
-                    request.available_bytes, request.gpu, request.adapters,
-                )
-            )  # fmt: skip
+            plan = plan_fleet(replace(request, quantization=changed))
         except Refused:
             continue
         if plan.fits:
-            return f"it fits as {changed.describe()}: --set base.quantization={method}"
+            return f"it fits as {changed.describe()}: {ways[method]}"
     return None
