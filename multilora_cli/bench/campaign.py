@@ -195,10 +195,11 @@ def _with_server(measures: Measures, before: Fleet, after: Fleet) -> Measures:
     agrees = None
     if told is not None and not measures.errors:
         agrees = all(told[name] == asked.get(name, 0) for name in told)
-    seen = total_hits + total_loads
     return replace(
         measures,
-        hit_ratio=total_hits / seen if seen else None,
+        # Our server counts a hit at every start of a sequence, whether it had to wait for a load
+        # or not, and a load whenever the bytes came from their source.
+        hit_ratio=max(1 - total_loads / total_hits, 0.0) if total_hits else None,
         loads=total_loads,
         server_agrees=agrees,
     )

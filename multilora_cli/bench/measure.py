@@ -105,7 +105,7 @@ class Measures:
     per_adapter: tuple[Group, ...]
     per_rank: tuple[Group, ...] = ()
     per_tier: tuple[Group, ...] = ()
-    hit_ratio: float | None = None  # requests whose adapter was on the device
+    hit_ratio: float | None = None  # starts that no load from the adapter's source preceded
     loads: int | None = None  # of adapters, during the pass
     server_agrees: bool | None = None  # its counts of requests per adapter are ours
     notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,108 @@
+"""Where and with what a report was made: what is needed to run it again."""
+
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from multilora_cli.bench.target import public_url
+
+_PACKAGES = (
+    "multilora-cli", "torch", "triton", "numpy", "aiohttp", "msgspec", "uvicorn",
+)  # fmt: skip
+_SECRET_FLAGS = ("--api-key", "--against-api-key")
+
+
+def environment() -> dict[str, Any]:
+    """Machine, cards and versions, as plain values."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "gpus": gpu_names(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+    }
+
+
+def gpu_names() -> list[str]:
+    """The cards NVML sees; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        names = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+    return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+
+
+def commit() -> str | None:
+    """The commit of this checkout, `-dirty` where files differ; None for an installed package."""
+    folder = Path(__file__).parent
+    tracked = _git(folder, "ls-files", "--error-unmatch", Path(__file__).name)
+    head = _git(folder, "rev-parse", "HEAD") if tracked is not None else None
+    if head is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return head + ("-dirty" if changed else "")
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as it can be typed again; keys and passwords in URLs are left out."""
+    words = ["mlora"]
+    hide = False
+    for word in arguments:
+        flag, equals, _ = word.partition("=")
+        if hide:
+            word, hide = "...", False
+        elif flag in _SECRET_FLAGS:
+            hide = not equals
+            word = f"{flag}=..." if equals else word
+        elif "://" in word:
+            head, colon, url = word.rpartition("=") if word.startswith("--") else ("", "", word)
+            word = head + colon + public_url(url)
+        words.append(word)
+    return shlex.join(words)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True, text=True, timeout=5, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

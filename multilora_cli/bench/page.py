@@ -1,0 +1,190 @@
+"""The report as one HTML page that needs no network: tables, and plots as SVG inside it."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from multilora_cli.bench import svg
+from multilora_cli.bench.tables import (
+    Table,
+    against_table,
+    describe_generator,
+    describe_lengths,
+    error_table,
+    group_table,
+    main_table,
+)
+from multilora_cli.errors import BadInput
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
+       color: #1a1a1a; background: #fff; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; }
+th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: right;
+         white-space: nowrap; font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child, td.word { text-align: left; }
+figure { margin: 1rem 0; } svg { width: 100%; max-width: 60rem; height: auto; }
+code, pre { background: #f4f4f4; padding: .1rem .3rem; white-space: pre-wrap; }
+dt { font-weight: 600; } dd { margin: 0 0 .3rem 0; }
+"""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def write_page(report: Mapping[str, Any], path: Path) -> None:
+    """Write the page of a report. Raises BadInput where the file cannot be written."""
+    try:
+        path.write_text(render_page(report), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"--report {path}: {error.strerror or error}") from None
+
+
+def render_page(report: Mapping[str, Any]) -> str:
+    """The whole page; nothing in it points outside."""
+    title = f"mlora bench: {report['preset']}"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(report['created'])}</p>",
+        f"<pre>{escape(report['command'])}</pre>",
+        _section("Result", main_table(report)),
+        *_notes(report["notes"]),
+        *_figures(report),
+        _section("Ratios to the other server", against_table(report)),
+        _section("Errors", error_table(report)),
+        _section("By rank", group_table(report, "per_rank", "rank")),
+        _section("By tier before the pass", group_table(report, "per_tier", "tier")),
+        _section("By adapter", group_table(report, "per_adapter", "adapter")),
+        _facts(report),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</body></html>\n"
+    )
+
+
+def _figures(report: Mapping[str, Any]) -> list[str]:
+    plots = {
+        "throughput": throughput_plot(report),
+        "ttft-cdf": cdf_plot(report, "ttft_s", "Time to first token: share of requests"),
+        "e2e-cdf": cdf_plot(report, "e2e_s", "Whole answer: share of requests"),
+        "ttft-by-rank": rank_plot(report),
+        **{f"timeline-{index}": timeline_plot(arm) for index, arm in enumerate(report["arms"])},
+    }
+    return ["<h2>Plots</h2>"] + [
+        f'<figure id="{name}">{plot}</figure>' for name, plot in plots.items() if plot
+    ]
+
+
+def throughput_plot(report: Mapping[str, Any]) -> str:
+    """Output tokens/s of every arm, whiskers from the slowest to the fastest round."""
+    groups: dict[str, dict[str, float]] = {}
+    spreads = {}
+    for arm in report["arms"]:
+        side = arm["side"] or "output tok/s"
+        groups.setdefault(arm["label"], {})[side] = arm["measures"]["output_tokens_per_s"]
+        rates = [done["output_tokens_per_s"] for done in arm["rounds"]]
+        spreads[(arm["label"], side)] = (min(rates), max(rates))
+    return svg.bars("Throughput by popularity", groups, ("workload", "tokens/s"), spreads)
+
+
+def cdf_plot(report: Mapping[str, Any], key: str, title: str) -> str:
+    """Share of requests that were done within a time, one line an arm."""
+    series = {}
+    for arm in report["arms"]:
+        quantiles: Sequence[float] = arm["cdf"][key]
+        if quantiles:
+            last = len(quantiles) - 1
+            series[_name(arm)] = [(max(q, 1e-6), i / last) for i, q in enumerate(quantiles)]
+    return svg.lines(title, series, ("seconds", "share"), log_x=True) if series else ""
+
+
+def rank_plot(report: Mapping[str, Any]) -> str:
+    """Time to first token by rank, one bar an arm; empty where no rank is known."""
+    groups: dict[str, dict[str, float]] = {}
+    for arm in report["arms"]:
+        for group in arm["measures"]["per_rank"]:
+            if group["ttft"] is not None:
+                rank = f"rank {group['name']}"
+                groups.setdefault(rank, {})[_name(arm)] = 1000 * group["ttft"]["mean"]
+    ordered = dict(sorted(groups.items(), key=lambda item: int(item[0].split()[1])))
+    if not ordered:
+        return ""
+    return svg.bars("Time to first token by rank", ordered, ("rank", "mean TTFT, ms"))
+
+
+def timeline_plot(arm: Mapping[str, Any]) -> str:
+    """Tokens/s over the first round of an arm, with what was done to adapters meanwhile."""
+    found = arm["timeline"]
+    width = found["bin_s"]
+    top = max(found["tokens_per_s"], default=0.0)
+    most = max(found["in_flight"], default=0)
+    scale = top / most if most else 1.0
+    series = {
+        "output tok/s": [((i + 0.5) * width, v) for i, v in enumerate(found["tokens_per_s"])],
+        f"in flight (most: {most})": [
+            ((i + 0.5) * width, v * scale) for i, v in enumerate(found["in_flight"])
+        ],
+    }
+    marks: dict[str, list[float]] = {}
+    for mark in found["marks"]:
+        marks.setdefault(mark["kind"], []).append(mark["time_s"])
+    if found["errors_s"]:
+        marks["error"] = found["errors_s"]
+    title = f"Timeline of {_name(arm)}"
+    return svg.lines(title, series, ("seconds", "tokens/s"), marks=marks)
+
+
+def _name(arm: Mapping[str, Any]) -> str:
+    return f"{arm['side']} {arm['label']}".strip()
+
+
+def _section(title: str, table: Table) -> str:
+    columns, rows = table
+    if not rows:
+        return ""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td{_kind(cell)}>{escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<h2>{escape(title)}</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _kind(cell: str) -> str:
+    return "" if cell[:1].isdigit() or cell == "-" else ' class="word"'
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    if not notes:
+        return []
+    return ["<ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"]
+
+
+def _facts(report: Mapping[str, Any]) -> str:
+    machine = report["machine"]
+    facts = {
+        "servers": "; ".join(
+            f"{s['url']}: {s['base']}, {s['adapters']} adapters" for s in report["servers"]
+        ),
+        "lengths": describe_lengths(report),
+        "load generator": describe_generator(report),
+        "measured from": f"{machine['host']}, {machine['cpu']}, {machine['cores']} cores",
+        "GPUs of that machine": ", ".join(machine["gpus"]) or "none",
+        "commit": report["commit"] or "not from a checkout",
+        "seed": str(report["seed"]),
+        "versions": ", ".join(f"{name} {v}" for name, v in machine["versions"].items()),
+        "schema": report["schema"],
+    }
+    rows = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(fact)}</dd>" for name, fact in facts.items()
+    )
+    return f"<h2>How it was measured</h2><dl>{rows}</dl>"

@@ -1,0 +1,171 @@
+"""Plots as SVG text, by hand: a report page needs nothing but itself.
+
+Colours are those of Okabe and Ito, told apart by readers who do not see red and green as two.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, isfinite, log10
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#000000")
+_WIDTH, _HEIGHT = 720, 320
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 34, 46
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear or logarithmic scale from data to pixels."""
+
+    low: float
+    high: float
+    pixel_low: float
+    pixel_high: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Pixel of `value`, kept inside the frame."""
+        low, high, value = self.low, self.high, min(max(value, self.low), self.high)
+        if self.log:
+            low, high, value = log10(low), log10(high), log10(value)
+        share = (value - low) / (high - low) if high > low else 0.5
+        return self.pixel_low + share * (self.pixel_high - self.pixel_low)
+
+    def ticks(self) -> list[float]:
+        """Round values inside the scale."""
+        if self.log:
+            powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
+            found = [m * 10.0**p for p in powers for m in (1, 2, 5)]
+            return [tick for tick in found if self.low <= tick <= self.high]
+        span = self.high - self.low
+        if span <= 0:
+            return [self.low]
+        step = 10 ** floor(log10(span / 4))
+        step = next((m * step for m in (1, 2, 5, 10) if span / (m * step) <= 6), 10 * step)
+        first = ceil(self.low / step)
+        return [step * i for i in range(first, floor(self.high / step) + 1)]
+
+
+def lines(
+    title: str,
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    labels: tuple[str, str],
+    *,
+    log_x: bool = False,
+    marks: Mapping[str, Sequence[float]] | None = None,
+) -> str:
+    """Lines over x; `marks` are dashed verticals, such as loads on a timeline."""
+    points = [point for line in series.values() for point in line]
+    xs = [x for x, _ in points if isfinite(x) and (x > 0 or not log_x)] or [1.0]
+    top = max((y for _, y in points), default=1.0) or 1.0
+    low = min(xs) if log_x else 0.0
+    high = max(max(xs), low * 1.1 if log_x else 1e-9)
+    x = Axis(low, high, _LEFT, _WIDTH - _RIGHT, log_x)
+    y = Axis(0.0, top, _HEIGHT - _BOTTOM, _TOP)
+    parts = [*_frame(x, y, labels)]
+    for index, (name, line) in enumerate(series.items()):
+        path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in line if a > 0 or not log_x)
+        parts.append(
+            f'<polyline fill="none" stroke="{_colour(index)}" stroke-width="1.8" points="{path}"/>'
+        )
+        parts.append(_legend(index, name))
+    for index, (name, times) in enumerate((marks or {}).items(), len(series)):
+        parts += [
+            f'<line x1="{x.at(t):.1f}" x2="{x.at(t):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
+            f' stroke="{_colour(index)}" stroke-width="1" stroke-dasharray="3 3"/>'
+            for t in times
+        ]
+        parts.append(_legend(index, name))
+    return _document(title, parts)
+
+
+def bars(
+    title: str,
+    groups: Mapping[str, Mapping[str, float]],
+    labels: tuple[str, str],
+    spreads: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+) -> str:
+    """A group of bars for each name; `spreads` (group, bar) are whiskers from low to high."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    whiskers = spreads or {}
+    tops = [v for group in groups.values() for v in group.values()] + [h for _, h in
+                                                                       whiskers.values()]  # fmt: skip
+    y = Axis(0.0, max(tops, default=1.0) or 1.0, _HEIGHT - _BOTTOM, _TOP)
+    x = Axis(0.0, float(max(len(groups), 1)), _LEFT, _WIDTH - _RIGHT)
+    parts = [*_frame(None, y, labels)]
+    width = (x.at(1) - x.at(0)) * 0.8 / max(len(names), 1)
+    for place, (group, values) in enumerate(groups.items()):
+        start = x.at(place) + (x.at(1) - x.at(0)) * 0.1
+        for name, value in values.items():
+            index = names.index(name)
+            left, top = start + index * width, y.at(value)
+            parts.append(
+                f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(width - 2, 1):.1f}"'
+                f' height="{max(_HEIGHT - _BOTTOM - top, 0):.1f}" fill="{_colour(index)}">'
+                f"<title>{escape(group)} {escape(name)}: {value:.4g}</title></rect>"
+            )
+            if (group, name) in whiskers:
+                parts.append(_whisker(left + width / 2 - 1, y, whiskers[(group, name)]))
+        middle = (x.at(place) + x.at(place + 1)) / 2
+        parts.append(_text(middle, _HEIGHT - _BOTTOM + 16, _short(group), "middle"))
+    parts += [_legend(index, name) for index, name in enumerate(names)]
+    return _document(title, parts)
+
+
+def _whisker(middle: float, y: Axis, limits: tuple[float, float]) -> str:
+    return (
+        f'<line x1="{middle:.1f}" x2="{middle:.1f}" y1="{y.at(limits[0]):.1f}"'
+        f' y2="{y.at(limits[1]):.1f}" stroke="#222" stroke-width="1.5"/>'
+    )
+
+
+def _frame(x: Axis | None, y: Axis, labels: tuple[str, str]) -> list[str]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    parts = []
+    for tick in y.ticks():
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{right}" y1="{y.at(tick):.1f}" y2="{y.at(tick):.1f}"'
+            ' stroke="#ddd"/>'
+        )
+        parts.append(_text(_LEFT - 6, y.at(tick) + 4, f"{tick:g}", "end"))
+    for tick in x.ticks() if x is not None else ():
+        place = x.at(tick) if x is not None else 0.0
+        parts.append(
+            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{bottom}" y2="{bottom + 4}"'
+            ' stroke="#888"/>'
+        )
+        parts.append(_text(place, bottom + 16, f"{tick:g}", "middle"))
+    parts.append(f'<path d="M{_LEFT},{_TOP} V{bottom} H{right}" fill="none" stroke="#888"/>')
+    parts.append(_text((_LEFT + right) / 2, _HEIGHT - 8, labels[0], "middle"))
+    parts.append(
+        f'<text transform="translate(16,{(_TOP + bottom) / 2:.0f}) rotate(-90)"'
+        f' text-anchor="middle">{escape(labels[1])}</text>'
+    )
+    return parts
+
+
+def _legend(index: int, name: str) -> str:
+    top, left = _TOP + 4 + 18 * index, _WIDTH - _RIGHT + 14
+    box = f'<rect x="{left}" y="{top}" width="12" height="12" fill="{_colour(index)}"/>'
+    return box + _text(left + 18, top + 10, _short(name, 24), "start")
+
+
+def _document(title: str, parts: Sequence[str]) -> str:
+    heading = f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(title)}</text>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
+        f' aria-label="{escape(title, quote=True)}" font-family="system-ui, sans-serif"'
+        f' font-size="12">{heading}{"".join(parts)}</svg>'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _short(text: str, most: int = 16) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]

@@ -1,0 +1,150 @@
+"""A report as rows of text for a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multilora_cli.units import format_duration
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+_NOTHING = "-"
+
+
+def main_table(report: Mapping[str, Any]) -> Table:
+    """One row an arm: what was asked, how fast it went, and that beside the reference."""
+    sides = len({arm["side"] for arm in report["arms"]}) > 1
+    columns = (
+        *(("server",) if sides else ()),
+        "workload", "adapters", "requests", "errors", "req/s", "tok/s", "vs " + _reference(report),
+        "strip tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "SLO", "Jain",
+    )  # fmt: skip
+    rows = []
+    for arm in report["arms"]:
+        found = arm["measures"]
+        rows.append(
+            (
+                *((arm["side"],) if sides else ()),
+                arm["label"],
+                str(found["adapters"]),
+                str(found["requests"]),
+                str(sum(found["errors"].values())),
+                f"{found['requests_per_s']:.2f}",
+                f"{found['output_tokens_per_s']:.1f}",
+                _ratio_cell(report["ratios"], arm),
+                f"{found['strip_tokens_per_s']:.1f}",
+                *(
+                    duration(found[name], point)
+                    for name in ("ttft", "itl")
+                    for point in ("p50", "p99")
+                ),
+                f"{found['slo_attainment']:.1%}",
+                _NOTHING if found["jain"] is None else f"{found['jain']:.3f}",
+            )
+        )
+    return columns, rows
+
+
+def against_table(report: Mapping[str, Any]) -> Table:
+    """Ratios of one server to the other, with their spread over the rounds."""
+    columns = ("workload", "metric", "ratio", "from", "to", "rounds")
+    rows = [
+        (
+            row["arm"], row["metric"], f"{row['mean']:.3f}", f"{row['min']:.3f}",
+            f"{row['max']:.3f}", str(row["rounds"]),
+        )
+        for row in report["against"]
+    ]  # fmt: skip
+    return columns, rows
+
+
+def group_table(report: Mapping[str, Any], key: str, title: str) -> Table:
+    """Groups (`per_adapter`, `per_rank`, `per_tier`) of every arm that has more than the base."""
+    columns = ("workload", title, "requests", "ok", "tokens", "TTFT p50", "TTFT p99", "ITL mean")
+    rows = [
+        (
+            f"{arm['side']} {arm['label']}".strip(),
+            group["name"],
+            str(group["requests"]),
+            str(group["completed"]),
+            str(group["output_tokens"]),
+            duration(group["ttft"], "p50"),
+            duration(group["ttft"], "p99"),
+            duration(group["itl"], "mean"),
+        )
+        for arm in report["arms"]
+        for group in arm["measures"][key]
+    ]
+    return columns, rows
+
+
+def error_table(report: Mapping[str, Any]) -> Table:
+    """Errors by kind."""
+    rows = [
+        (f"{arm['side']} {arm['label']}".strip(), kind, str(count))
+        for arm in report["arms"]
+        for kind, count in arm["measures"]["errors"].items()
+    ]
+    return ("workload", "error", "requests"), rows
+
+
+def compare_table(comparison: Mapping[str, Any]) -> Table:
+    """Two reports side by side."""
+    names = list(comparison["arms"][0]["figures"])
+    columns = ("workload", *(f"{name} B/A" for name in names))
+    rows = []
+    for row in comparison["arms"]:
+        cells = [_compared(name, row["figures"][name]) for name in names]
+        rows.append((f"{row['side']} {row['arm']}".strip(), *cells))
+    return columns, rows
+
+
+def describe_lengths(report: Mapping[str, Any]) -> str:
+    """Realised lengths of the first arm that answered anything."""
+    for arm in report["arms"]:
+        found = arm["measures"]
+        if found["completed"]:
+            inputs, outputs = found["input_length"], found["output_length"]
+            return (
+                f"input {inputs['mean']:.1f} ± {inputs['sd']:.1f} tokens"
+                f" ({inputs['min']} to {inputs['max']}), output {outputs['mean']:.1f} ±"
+                f" {outputs['sd']:.1f} ({outputs['min']} to {outputs['max']})"
+            )
+    return "no request completed"
+
+
+def describe_generator(report: Mapping[str, Any]) -> str:
+    """What the load generator itself cost, at its worst."""
+    costs: Sequence[Mapping[str, float]] = [c for arm in report["arms"] for c in arm["generator"]]
+    share, lag = max(c["cpu_share"] for c in costs), max(c["lag_p99_s"] for c in costs)
+    return f"the load generator took at most {share:.0%} of a core, {lag * 1000:.1f} ms late (p99)"
+
+
+def duration(spread: Mapping[str, float] | None, point: str) -> str:
+    """One point of a distribution of seconds."""
+    return _NOTHING if spread is None else format_duration(spread[point])
+
+
+def _reference(report: Mapping[str, Any]) -> str:
+    return str(report["ratios"][0]["reference"]) if report["ratios"] else "base"
+
+
+def _ratio_cell(ratios: Sequence[Mapping[str, Any]], arm: Mapping[str, Any]) -> str:
+    for row in ratios:
+        mine = row["side"] == arm["side"] and row["arm"] == arm["label"]
+        if mine and row["metric"] == "output_tokens_per_s":
+            cell = f"{row['mean']:.2f}"
+            if row["rounds"] > 1:
+                cell += f" ({row['min']:.2f}-{row['max']:.2f})"
+            return cell
+    return _NOTHING
+
+
+def _compared(name: str, figure: Mapping[str, float | None]) -> str:
+    if figure["ratio"] is None:
+        return _NOTHING
+    seconds = name.startswith(("TTFT", "ITL", "E2E"))
+    shown = [
+        format_duration(value) if seconds else f"{value:.3g}"
+        for value in (figure["a"], figure["b"])
+        if value is not None
+    ]
+    return f"{figure['ratio']:.3f} ({' -> '.join(shown)})"
