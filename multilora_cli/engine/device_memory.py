@@ -10,6 +10,7 @@ from multilora_cli.errors import BadInput, Refused
 from multilora_cli.sizing.budget import (
     MemoryPlan,
     base_bytes,
+    max_blocks,
     plan_pool,
     table_bytes,
     workspace_bytes,
@@ -21,8 +22,6 @@ from multilora_cli.units import format_size
 _CPU_POOL_MAX = 2 * 2**30
 _CPU_SHARE = 4  # a quarter of what is free
 _CUDA_MARGIN = 512 * 2**20  # context growth and fragmentation beside what is planned
-# Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
-_BLOCKS_PER_PAGE = 16
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -97,11 +96,10 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
     if pool is None and device.type == "cpu" and config.device_bytes is None:
         pool = min(_CPU_POOL_MAX, free_host_bytes() // _CPU_SHARE)
     available = _available(config, device) if pool is None else pool + weights + workspace
-    # The table depends on the pool it serves: counted for all that is available, which is more.
-    max_blocks = _BLOCKS_PER_PAGE * max(available // page_bytes, 1)
-    if pool is not None:
-        max_blocks = _BLOCKS_PER_PAGE * max(pool // page_bytes, 1)
-    tables = table_bytes(geometry, config.num_slots, max_blocks)
+    # The table depends on the pool it serves; without a given one it is counted for all that is
+    # available, which is more.
+    blocks = max_blocks(available if pool is None else pool, page_bytes)
+    tables = table_bytes(geometry, config.num_slots, blocks)
     if pool is not None:
         available += tables
     plan = plan_pool(
@@ -112,7 +110,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         workspace=workspace,
         tables=tables,
     )
-    return Allocation(device, dtype, plan, max_blocks)
+    return Allocation(device, dtype, plan, blocks)
 
 
 def _available(config: EngineConfig, device: torch.device) -> int:
