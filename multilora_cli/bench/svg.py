@@ -88,8 +88,8 @@ def bars(
     """A group of bars for each name; `spreads` (group, bar) are whiskers from low to high."""
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     whiskers = spreads or {}
-    tops = [v for group in groups.values() for v in group.values()] + [h for _, h in
-                                                                       whiskers.values()]  # fmt: skip
+    tops = [value for group in groups.values() for value in group.values()]
+    tops += [high for _, high in whiskers.values()]
     y = Axis(0.0, max(tops, default=1.0) or 1.0, _HEIGHT - _BOTTOM, _TOP)
     x = Axis(0.0, float(max(len(groups), 1)), _LEFT, _WIDTH - _RIGHT)
     parts = [*_frame(None, y, labels)]

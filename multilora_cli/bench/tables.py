@@ -46,7 +46,7 @@ def main_table(report: Mapping[str, Any]) -> Table:
 def against_table(report: Mapping[str, Any]) -> Table:
     """Ratios of one server to the other, with their spread over the rounds."""
     columns = ("workload", "metric", "ratio", "from", "to", "rounds")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             row["arm"], row["metric"], f"{row['mean']:.3f}", f"{row['min']:.3f}",
             f"{row['max']:.3f}", str(row["rounds"]),
@@ -59,7 +59,7 @@ def against_table(report: Mapping[str, Any]) -> Table:
 def group_table(report: Mapping[str, Any], key: str, title: str) -> Table:
     """Groups (`per_adapter`, `per_rank`, `per_tier`) of every arm that has more than the base."""
     columns = ("workload", title, "requests", "ok", "tokens", "TTFT p50", "TTFT p99", "ITL mean")
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{arm['side']} {arm['label']}".strip(),
             group["name"],
@@ -78,7 +78,7 @@ def group_table(report: Mapping[str, Any], key: str, title: str) -> Table:
 
 def error_table(report: Mapping[str, Any]) -> Table:
     """Errors by kind."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (f"{arm['side']} {arm['label']}".strip(), kind, str(count))
         for arm in report["arms"]
         for kind, count in arm["measures"]["errors"].items()

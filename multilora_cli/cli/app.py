@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from multilora_cli import __version__
-from multilora_cli.cli import chat, listing, plan, schema, serve
+from multilora_cli.cli import bench, chat, listing, plan, schema, serve
 from multilora_cli.cli.console import Console
 from multilora_cli.errors import MloraError
 
@@ -57,12 +57,13 @@ def root(
     """One base model and thousands of LoRA adapters on one machine."""
 
 
-BEFORE, RUN, OPERATE = "Before you start", "Run", "Operate"
+BEFORE, RUN, OPERATE, MEASURE = "Before you start", "Run", "Operate", "Measure"
 app.command("plan", rich_help_panel=BEFORE)(plan.plan)
 app.command("schema", rich_help_panel=BEFORE)(schema.schema)
 app.command("serve", rich_help_panel=RUN)(serve.serve)
 app.command("chat", rich_help_panel=RUN)(chat.chat)
 app.command("list", rich_help_panel=OPERATE)(listing.list_adapters)
+app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 
 def main() -> None:

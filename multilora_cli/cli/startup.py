@@ -85,11 +85,16 @@ def _roots(loaded: LoadedFleet) -> tuple[Path, ...]:
     named = loaded.fleet.server.adapter_roots
     if named:
         return tuple((loaded.folder / Path(root).expanduser()).resolve() for root in named)
-    folders = {
-        (loaded.folder / Path(adapter.source).expanduser()).resolve().parent
-        for adapter in expand_adapters(loaded)
-        if ":" not in adapter.source
-    }
+    from multilora_cli.demo import DEMO_ADAPTERS, demo_adapter_path
+
+    own = {"demo": demo_adapter_path(DEMO_ADAPTERS[0]).parent, "dummy": cache_folder() / "dummy"}
+    folders = set()
+    for adapter in expand_adapters(loaded):
+        kind, colon, _ = adapter.source.partition(":")
+        if not colon:
+            folders.add((loaded.folder / Path(adapter.source).expanduser()).resolve().parent)
+        elif kind in own:
+            folders.add(own[kind])
     return tuple(sorted(folders))
 
 

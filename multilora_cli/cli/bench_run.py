@@ -1,0 +1,284 @@
+"""What `mlora bench` does between its flags and its report: servers, adapters, passes."""
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilora_cli.cli.console import Console
+
+if TYPE_CHECKING:
+    from multilora_cli.bench.arms import Preset, Program
+    from multilora_cli.bench.campaign import Side
+    from multilora_cli.bench.target import Adapter, Fleet, Target
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The flags of the command; None takes the preset's own."""
+
+    fleet: Path | None
+    url: str | None
+    preset: "Preset"
+    requests: int | None
+    rate: float | None
+    cv: float
+    concurrency: int | None
+    lengths: str | None
+    rounds: int | None
+    seed: int
+    adapters_from: str
+    prompts: str
+    ignore_eos: bool
+    slo: str | None
+    timeout_s: float
+    against: str | None
+    api_key: str | None
+    against_api_key: str | None
+    arguments: tuple[str, ...]
+
+
+def pick_preset(preset: str | None, heterogeneous: bool) -> "Preset":
+    """The preset that two flags mean together. Raises BadInput."""
+    from multilora_cli.bench.arms import PRESETS
+    from multilora_cli.errors import BadInput
+
+    if preset is None:
+        return "heterogeneous"
+    if heterogeneous and preset != "heterogeneous":
+        raise BadInput(f"--heterogeneous and --preset {preset}: give one of them")
+    for known in PRESETS:
+        if known == preset:
+            return known
+    raise BadInput(f"--preset {preset}: expected one of {', '.join(PRESETS)}")
+
+
+def parse_rate(text: str | None) -> float | None:
+    """Requests/s; `inf` is infinity. Raises BadInput."""
+    from multilora_cli.errors import BadInput
+
+    if text is None:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not rate > 0:
+        raise BadInput(f"--rate {text}: expected requests per second above 0, or inf")
+    return rate
+
+
+def check_writable(path: Path | None, flag: str) -> None:
+    """Refuse a file that cannot be written before minutes are spent, not after. BadInput."""
+    from multilora_cli.errors import BadInput
+
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise BadInput(f"{flag} {path}: expected a file in a folder that exists")
+
+
+async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]:
+    """Start what must be started, measure, stop it; gives the report. Raises MloraError."""
+    from multilora_cli.bench.campaign import Settings, run_program
+    from multilora_cli.bench.measure import parse_slo
+    from multilora_cli.bench.prompts import PromptMaker
+    from multilora_cli.bench.report import build_report
+    from multilora_cli.cli.bench_view import Live
+
+    slo = parse_slo(options.slo) if options.slo else None
+    prompts = PromptMaker(_style(options.prompts), options.seed, options.ignore_eos)
+    async with AsyncExitStack() as stack:
+        sides = await _sides(console, options, stack)
+        program = _program(options, sides)
+        live = stack.enter_context(Live(console))
+        settings = Settings(
+            prompts=prompts,
+            slo=slo,
+            ranks=_fleet_ranks(options.fleet) if options.url and options.fleet else {},
+            tell=live.tell,
+            ended=live.ended,
+        )
+        passes, notes = await run_program(sides, program, settings)
+    facts = _facts(options, sides, program)
+    return build_report(passes, facts, notes, slo)
+
+
+def _style(text: str):  # type: ignore[no-untyped-def]
+    from multilora_cli.bench.target import PATHS
+    from multilora_cli.errors import BadInput
+
+    for style in PATHS:
+        if style == text:
+            return style
+    raise BadInput(f"--prompts {text}: expected {', '.join(PATHS)}")
+
+
+async def _sides(
+    console: Console, options: BenchOptions, stack: AsyncExitStack
+) -> "tuple[Side, ...]":
+    from urllib.parse import urlsplit
+
+    from multilora_cli.bench.campaign import Side
+    from multilora_cli.bench.target import clean_url
+
+    places = []
+    if options.against is not None:  # checked before a server of our own is started
+        url = clean_url(options.against, "--against")
+        places.append((urlsplit(url).netloc.rpartition("@")[2], url, options.against_api_key))
+    if options.url is not None:
+        url = clean_url(options.url)
+        name = urlsplit(url).netloc.rpartition("@")[2]
+    else:
+        url, name = await _own_server(console, options.fleet, stack), "mlora"
+    places.insert(0, (name, url, options.api_key))
+    sides: list[Side] = []
+    for label, address, key in places:
+        target = await stack.enter_async_context(_target(address, key, options.timeout_s))
+        fleet = await target.fleet()
+        if sides and options.adapters_from == "models":
+            adapters = _twins(sides[0], fleet)
+        else:
+            adapters = _chosen(fleet, options.adapters_from)
+        sides.append(Side(label if len(places) > 1 else "", target, fleet, adapters))
+    return tuple(sides)
+
+
+def _target(url: str, key: str | None, timeout_s: float) -> "Target":
+    from multilora_cli.bench.target import Target
+
+    return Target(url, key, timeout_s=timeout_s)
+
+
+async def _own_server(console: Console, fleet: Path | None, stack: AsyncExitStack) -> str:
+    from multilora_cli.cli.serve import background_server
+    from multilora_cli.fleet.load import load_fleet
+
+    path = load_fleet(fleet).path  # a mistake in the file is told here, not by a child
+    return await stack.enter_async_context(background_server(path, console))
+
+
+def _chosen(fleet: "Fleet", adapters_from: str) -> "tuple[Adapter, ...]":
+    """The adapters to use, in order of popularity. Raises BadInput for one that is not served."""
+    from multilora_cli.errors import BadInput
+
+    if adapters_from == "models":
+        return fleet.adapters
+    path = Path(adapters_from)
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(
+            f"--adapters-from {path}: {reason}", hint="a file with one name a line, or: models"
+        ) from None
+    names = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    known = {adapter.name: adapter for adapter in fleet.adapters}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadInput(
+            f"--adapters-from {path}: the server has no adapter {', '.join(unknown[:5])}",
+            hint=f"it lists {len(known)}: {', '.join(list(known)[:5])} ..." if known else None,
+        )
+    return tuple(known[name] for name in names)
+
+
+def _twins(first: "Side", fleet: "Fleet") -> "tuple[Adapter, ...]":
+    """The second server's adapters: the same names where it has them all, else its own list."""
+    from multilora_cli.errors import BadInput
+
+    known = {adapter.name: adapter for adapter in fleet.adapters}
+    wanted = [adapter.name for adapter in first.adapters]
+    if all(name in known for name in wanted):
+        return tuple(known[name] for name in wanted)
+    if len(known) < len(wanted):
+        missing = [name for name in wanted if name not in known]
+        raise BadInput(
+            f"--against: {len(missing)} adapters of the first server are not on the second one:"
+            f" {', '.join(missing[:5])}",
+            hint="name those that both have: --adapters-from FILE",
+        )
+    return fleet.adapters[: len(wanted)]
+
+
+def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
+    from multilora_cli.bench.arms import Room, Workload, make_program
+
+    lengths = [s.fleet.max_model_len for s in sides if s.fleet.max_model_len is not None]
+    ranks = dict(sides[0].fleet.ranks)
+    if options.fleet is not None and not ranks:
+        ranks = _fleet_ranks(options.fleet)
+    room = Room(
+        num_adapters=min(len(side.adapters) for side in sides),
+        ranks=tuple(ranks.get(adapter.name) for adapter in sides[0].adapters),
+        max_model_len=min(lengths, default=None),
+    )
+    workload = Workload(
+        requests=options.requests,
+        rate=options.rate,
+        concurrency=options.concurrency,
+        lengths=options.lengths,
+        cv=options.cv,
+        rounds=options.rounds,
+        seed=options.seed,
+    )
+    return make_program(options.preset, workload, room)
+
+
+def _fleet_ranks(path: Path | None) -> dict[str, int]:
+    """Largest rank of every adapter of a fleet file, from the headers."""
+    from multilora_cli.adapters.peft import read_adapter
+    from multilora_cli.adapters.source import resolve_source
+    from multilora_cli.cli.base import cache_folder, fetch_config
+    from multilora_cli.fleet.expand import expand_adapters
+    from multilora_cli.fleet.load import load_fleet
+    from multilora_cli.sizing.geometry import read_geometry
+
+    loaded = load_fleet(path)
+    geometry = read_geometry(fetch_config(loaded))
+    ranks = {}
+    for adapter in expand_adapters(loaded):
+        folder = resolve_source(
+            adapter.source,
+            relative_to=loaded.folder,
+            geometry=geometry,
+            cache=cache_folder() / "dummy",
+        )
+        file = read_adapter(folder, geometry, max_rank=loaded.fleet.limits.max_lora_rank)
+        ranks[adapter.name] = max(file.ranks.values())
+    return ranks
+
+
+def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program") -> dict[str, Any]:
+    from multilora_cli.bench.environment import command_line, commit, environment
+    from multilora_cli.bench.target import public_url
+
+    return {
+        "command": command_line(options.arguments),
+        "commit": commit(),
+        "seed": options.seed,
+        "preset": options.preset,
+        "rounds": program.rounds,
+        "machine": environment(),
+        "servers": [
+            {
+                "label": side.label,
+                "url": public_url(side.target.url),
+                "base": side.fleet.base,
+                "adapters": len(side.adapters),
+                "max_model_len": side.fleet.max_model_len,
+                "own": options.url is None and index == 0,
+            }
+            for index, side in enumerate(sides)
+        ],
+        "settings": {
+            "requests": options.requests,
+            "rate": None if options.rate is None else str(options.rate),
+            "cv": options.cv,
+            "concurrency": options.concurrency,
+            "lengths": options.lengths,
+            "prompts": options.prompts,
+            "ignore_eos": options.ignore_eos,
+            "slo": options.slo,
+        },
+    }

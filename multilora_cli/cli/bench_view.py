@@ -1,0 +1,92 @@
+"""What a person sees of a bench: where it is while it runs, and the tables at its end."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from multilora_cli.cli.console import Console, clean
+from multilora_cli.units import format_duration
+
+if TYPE_CHECKING:
+    from multilora_cli.bench.campaign import Pass
+    from multilora_cli.bench.loadgen import Progress
+
+_MAX_GROUP_ROWS = 40  # more is for the report
+
+
+class Live:
+    """One line on a terminal that says where the load is; a line a pass otherwise."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Any = None
+
+    def __enter__(self) -> "Live":
+        rich = self._console.rich(stderr=True)
+        if rich.is_terminal and not self._console.quiet and not self._console.as_json:
+            self._status = rich.status("starting")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def tell(self, label: str, progress: "Progress") -> None:
+        """Show where a pass is."""
+        if self._status is not None:
+            from rich.text import Text
+
+            self._status.update(Text(clean(describe(label, progress))))
+
+    def ended(self, done: "Pass") -> None:
+        """Say that a pass ended."""
+        found = done.measures
+        label = f"{done.side}: {done.arm}" if done.side else done.arm
+        failed = sum(found.errors.values())
+        self._console.note(
+            f"{label}, round {done.round + 1}: {found.completed} answers in"
+            f" {format_duration(found.duration_s)}, {found.output_tokens_per_s:.1f} tok/s"
+            + (f", {failed} failed" if failed else "")
+        )
+
+
+def describe(label: str, progress: "Progress") -> str:
+    """`skewed: 12 of 32 done, 8 in flight, 410 tok/s, TTFT 120 ms`."""
+    text = f"{label}: {progress.done} of {progress.total} done, {progress.in_flight} in flight"
+    text += f", {progress.tokens_per_s:.0f} tok/s"
+    if progress.ttft_s is not None:
+        text += f", TTFT {format_duration(progress.ttft_s)}"
+    return text + (f", {progress.errors} failed" if progress.errors else "")
+
+
+def show_report(console: Console, report: Mapping[str, Any]) -> None:
+    """The tables of a report, and what must be said beside them."""
+    from multilora_cli.bench.tables import (
+        against_table,
+        describe_generator,
+        describe_lengths,
+        error_table,
+        group_table,
+        main_table,
+    )
+
+    servers = ", ".join(f"{s['base']} with {s['adapters']} adapters" for s in report["servers"])
+    console.table(*main_table(report), title=f"{report['preset']}: {servers}")
+    if console.quiet:
+        return
+    tables = [
+        ("ratios to the other server", against_table(report)),
+        ("by rank", group_table(report, "per_rank", "rank")),
+        ("errors", error_table(report)),
+    ]
+    if report["preset"] == "cold-start":  # elsewhere the warm-up has loaded what is used
+        tables.append(("by tier before the pass", group_table(report, "per_tier", "tier")))
+    for title, (columns, rows) in tables:
+        if rows and len(rows) <= _MAX_GROUP_ROWS:
+            console.line()
+            console.table(columns, rows, title=title)
+    console.line()
+    console.line(describe_lengths(report))
+    console.line(describe_generator(report))
+    for note in report["notes"]:
+        console.line(f"note: {note}")
