@@ -22,8 +22,6 @@ from multilora_kernels.layout import MAX_RANK, MODULES, TILE_RANKS, Block, Image
 from multilora_kernels.staging import Staging
 
 _ABSENT = -1
-# Kernels look one record ahead and may read a few entries past the last cell; they never use them.
-_SLACK = 256
 TILES_PER_MODULE = MAX_RANK // TILE_RANKS
 
 
@@ -80,7 +78,7 @@ class AdapterTable:
         self.geometry: CellGeometry | None = None
         # Tiles of different modules have different block counts but share one cell size (factor
         # 3), and a small adapter in every slot must fit whatever `max_blocks` says.
-        entries = 3 * (max_blocks + num_layers * len(MODULES) * num_slots) + _SLACK
+        entries = 3 * (max_blocks + num_layers * len(MODULES) * num_slots)
         self._entries = torch.full((entries,), _ABSENT, dtype=torch.int64, device=self.device)
         self._staging = Staging(self.device)
         # Tiles by (slot, module), and the cell of each.
@@ -200,7 +198,8 @@ class AdapterTable:
             {module: pair[0] for module, pair in chunks.items()},
             width,
         )
-        num_cells = (self._entries.numel() - _SLACK) // (self.num_layers * width)
+        # Kernels look one record ahead and may read (never use) entries of one cell past the last.
+        num_cells = (self._entries.numel() - width) // (self.num_layers * width)
         self._offsets_cpu = np.full((self.num_layers, num_cells, width), _ABSENT, dtype=np.int64)
         self._free = list(range(num_cells - 1, -1, -1))
 
