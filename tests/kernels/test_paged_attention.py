@@ -24,9 +24,16 @@ CHOICE = {
     "num_warps": 4,
     "num_stages": 2,
 }
-# Every window in fp32, the other dtypes without and with one: the interpreter is slow.
-WINDOWS = [(torch.float32, window) for window in (None, 1, 8, 16, 37, 300)]
-WINDOWS += [(dtype, window) for dtype in (torch.float16, torch.bfloat16) for window in (None, 37)]
+# Windows in fp32, the other dtypes without and with one: the interpreter is slow.
+WINDOWS: list[tuple[torch.dtype, int | None]] = [
+    (torch.float32, None),
+    (torch.float32, 1),
+    (torch.float32, 16),
+    (torch.float32, 37),
+    (torch.float16, 300),
+    (torch.bfloat16, None),
+    (torch.bfloat16, 37),
+]
 HEADS = [((1, 1), 16), ((6, 2), 48), ((7, 1), 80), ((20, 1), 128), ((8, 8), 256)]
 
 
@@ -66,12 +73,12 @@ def test_decode_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -
 @pytest.mark.interpreter
 def test_decode_rows_alone_and_lanes_interpreted() -> None:
     """A row alone, and any division of a row's splits over programs: the same bits."""
-    case = attention_case([(1, n) for n in (33, 0, 300, 64)])
+    case = attention_case([(1, n) for n in (33, 0, 300)])
     together = run_decode(case)
     assert torch.equal(together[1], torch.zeros_like(together[1]))
-    for index in range(4):
+    for index in (0, 2):
         assert torch.equal(run_decode(case.row(index))[0], together[index]), index
-    for slots in (1, 4, 60):
+    for slots in (1, 5):
         assert torch.equal(run_decode(case, slots=slots), together), slots
     assert torch.equal(run_decode(case), together)  # the counters were left at zero
 
