@@ -22,8 +22,11 @@ REQUESTS, STEPS = 20, 20
 
 @pytest.fixture(scope="module")
 def rig(fleet: SignatureFleet) -> Rig:
-    """One engine for the whole grid: what a fault leaves behind shows in the next round."""
-    return Rig(fleet.base, prefix_caching=False)
+    """One engine for the whole grid: what a fault leaves behind shows in the next round.
+
+    Every prompt fits into the first step, so a request's n-th step is its n-th token.
+    """
+    return Rig(fleet.base, prefix_caching=False, max_num_batched_tokens=512)
 
 
 def grid(every: int) -> Iterator[tuple[int, int, str]]:

@@ -298,13 +298,24 @@ def test_pinned_adapters_stay_and_a_pin_of_the_last_slot_is_refused(fleet: Signa
 
 
 def test_a_run_14_aborts_in_every_state_give_everything_back(fleet: SignatureFleet) -> None:
-    """F26, F36: while queued, loading, in prefill, forking, decoding, preempted and at the end."""
+    """F26, F36: while queued, loading, in prefill, forking, decoding, preempted and at the end.
+
+    A-RUN-16: whatever was said until then is the adapter's own, to the last token.
+    """
     rig = Rig(fleet.base, pages=40, num_slots=4, max_num_seqs=6, max_num_batched_tokens=24)
     choose = random.Random(14)
+    texts: dict[int, list[int]] = {}
     for _ in range(200):
-        adapter = choose.choice([None, *(fleet.adapter(k) for k in (0, 20, 50, 95, 150))])
-        prompt = list(range(choose.randrange(1, 120)))
-        request = rig.submit(prompt, adapter, n=choose.choice((1, 1, 3)), max_tokens=14)
+        k = choose.choice((None, 0, 20, 50, 95, 150))
+        length = choose.randrange(1, 120)
+        text = [length + i for i in range(14)] if k is None else [k + 1] * 14
+        adapter = None if k is None else fleet.adapter(k)
+        answers = choose.choice((1, 1, 3))
+        request = rig.submit(range(length), adapter, n=answers, max_tokens=14)
+        texts[request] = text
+        if choose.random() < 0.1:
+            digest = fleet.adapter(choose.choice((0, 20, 50))).digest
+            rig.evict(digest, to="cold", purge_cache=choose.random() < 0.5)
         for _ in range(choose.randrange(4)):
             rig.step()
         victim = choose.choice([request, choose.randrange(1, request + 1)])
@@ -313,6 +324,9 @@ def test_a_run_14_aborts_in_every_state_give_everything_back(fleet: SignatureFle
     at_rest(rig)
     ends = {answer.finish for answer in rig.answers.values()}
     assert ends == {"abort", "length"}, "every sequence ended, each in one way"
+    for (request, _), answer in rig.answers.items():
+        assert answer.tokens == texts[request][: len(answer.tokens)]
+        assert answer.finish == "abort" or len(answer.tokens) == 14
     for k in (0, 20, 50, 95, 150):
         call = rig.evict(fleet.adapter(k).digest, to="cold", purge_cache=True)
         rig.run()
