@@ -64,6 +64,7 @@ class _Assembly:
             self.allocation.dtype,
             self.report,
             load_format=self.config.load_format,
+            quantization=self.allocation.quantization,
         )
 
     def take_memory(self) -> None:
@@ -145,7 +146,7 @@ class _Assembly:
             page_bytes=plan.page_bytes,
             planned=planned,
             allocated=allocated,
-            notes=notes,
+            notes=[*decoder.notes, *notes],
         )
 
 

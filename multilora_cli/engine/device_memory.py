@@ -7,6 +7,7 @@ import torch
 
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import BadInput, Refused
+from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.sizing.budget import (
     MemoryPlan,
     base_bytes,
@@ -17,6 +18,7 @@ from multilora_cli.sizing.budget import (
 )
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.units import format_size
 
 _CPU_POOL_MAX = 2 * 2**30
@@ -38,6 +40,7 @@ class Allocation:
     dtype: torch.dtype
     plan: MemoryPlan
     max_blocks: int
+    quantization: Quantization  # of the base's linears, as they lie on the device
 
 
 def choose_device(name: str) -> torch.device:
@@ -84,7 +87,14 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
     dtype = choose_dtype(config.dtype, device)
     itemsize = dtype.itemsize
     page_bytes = kv_page_bytes(geometry, itemsize)
-    weights = base_bytes(geometry, itemsize).total
+    quantization = base_quantization(
+        Path(config.model_path),
+        geometry,
+        config.quantization,
+        from_files=config.load_format != "dummy",
+    )
+    quantization = placed(quantization, device, dtype)
+    weights = base_bytes(geometry, itemsize, quantization).total
     workspace = workspace_bytes(
         geometry,
         itemsize,
@@ -110,7 +120,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         workspace=workspace,
         tables=tables,
     )
-    return Allocation(device, dtype, plan, blocks)
+    return Allocation(device, dtype, plan, blocks, quantization)
 
 
 def _available(config: EngineConfig, device: torch.device) -> int:

@@ -16,8 +16,6 @@ def check_served(loaded: LoadedFleet) -> None:
 
 def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
     fleet = loaded.fleet
-    if fleet.base.quantization not in ("auto", "none"):
-        yield "base.quantization", f"{fleet.base.quantization!r} is read by `plan` only"
     if fleet.base.kv_cache_dtype != "auto":
         yield "base.kv_cache_dtype", "KV is kept in the compute dtype"
     if "disk_cache" in fleet.memory.model_fields_set:

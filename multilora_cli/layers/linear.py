@@ -3,6 +3,7 @@
 q, k and v are one packed multiply, and so are gate and up. How W is stored is behind `Weight`.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -51,6 +52,61 @@ class DenseWeight:
     def dequantise(self) -> torch.Tensor:
         """The matrix itself."""
         return self.tensor
+
+
+class PackedMatrix(Protocol):
+    """A quantised matrix in the form its kernel reads (AwqWeight, Fp8WeightOnly)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] times the transposed matrix."""
+
+    def dequantise(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix in `dtype`."""
+
+
+class QuantisedWeight:
+    """A packed matrix multiplied by its kernel; activations stay in the compute dtype."""
+
+    def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
+        self._packed = packed
+        self._dtype = dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._packed.nbytes
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] times the transposed matrix: [T, out]."""
+        return self._packed.matmul(x)
+
+    def dequantise(self) -> torch.Tensor:
+        """The matrix in the compute dtype, each weight rounded once."""
+        return self._packed.dequantise(self._dtype)
+
+
+class StackedWeight:
+    """Matrices over the same inputs, one below the other, that no single multiply can serve."""
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(part.nbytes for part in self._parts)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, in] times the transposed matrices: [T, sum of out]."""
+        return torch.cat([part.matmul(x) for part in self._parts], dim=1)
+
+    def dequantise(self) -> torch.Tensor:
+        """All matrices as one, in the compute dtype."""
+        return torch.cat([part.dequantise() for part in self._parts])
 
 
 class LoraLinear:

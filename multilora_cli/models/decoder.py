@@ -4,17 +4,22 @@ The flags are fields of ModelGeometry: qkv_bias (Qwen2), o_bias and mlp_bias (so
 qk_norm (Qwen3), sliding_windows (Mistral, some Qwens), tie_word_embeddings, rope.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from multilora_cli.layers.attention import Attention, HeadShape
 from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.embedding import Embedding, Head
-from multilora_cli.layers.linear import DenseWeight, LoraLinear
+from multilora_cli.layers.linear import DenseWeight, LoraLinear, Weight
 from multilora_cli.layers.norm import RMSNorm
 from multilora_cli.layers.rotary import Rotary
 from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_kernels.layout import GROUPS
+
+LinearSource = Callable[[int, str], Weight | None]
+"""The packed weight of a layer's group where it is stored quantised, else None."""
 
 
 class Mlp:
@@ -52,15 +57,25 @@ class DecoderLayer:
 class Decoder:
     """A decoder-only transformer for inference; its weights are uninitialised until loaded.
 
-    `tensors` maps the name of every checkpoint tensor to the memory it is copied into. The parts
-    of packed weights are row ranges of one matrix, so every target is contiguous.
+    `tensors` maps the name of a checkpoint tensor to the memory it is copied into. The parts of
+    packed weights are row ranges of one matrix, so every target is contiguous. Packed weights that
+    `quantised` provides are complete from the start.
     """
 
-    def __init__(self, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantised: LinearSource | None = None,
+    ) -> None:
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
+        self.quantised: list[Weight] = []
+        self.notes: tuple[str, ...] = ()  # on how the weights are stored, for people
+        self._quantised = quantised
         self.embedding = Embedding(geometry.vocab_size, geometry.hidden_size, dtype, device)
         self.tensors["model.embed_tokens.weight"] = self.embedding.weight
         self.rotary = Rotary(geometry.rope, geometry.head_dim, device)
@@ -71,7 +86,8 @@ class Decoder:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights on the device, a tied head counted once."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        dense = sum(tensor.nbytes for tensor in self.tensors.values())
+        return dense + sum(weight.nbytes for weight in self.quantised)
 
     @torch.inference_mode()
     def forward(
@@ -132,15 +148,20 @@ class Decoder:
         modules = GROUPS[group]
         sizes = [self.geometry.module_shapes[module][1] for module in modules]
         size_in = self.geometry.module_shapes[modules[0]][0]
-        weight = DenseWeight.empty(sum(sizes), size_in, self.dtype, self.device)
+        weight = self._quantised(layer, group) if self._quantised is not None else None
+        dense: DenseWeight | None = None
+        if weight is None:
+            weight = dense = DenseWeight.empty(sum(sizes), size_in, self.dtype, self.device)
+        else:
+            self.quantised.append(weight)
         bias = None
         if has_bias:
             bias = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
         start = 0
         for module, size in zip(modules, sizes, strict=True):
             name = projection_name(layer, module)
-            if isinstance(weight, DenseWeight):
-                self.tensors[name + ".weight"] = weight.tensor[start : start + size]
+            if dense is not None:
+                self.tensors[name + ".weight"] = dense.tensor[start : start + size]
             if bias is not None:
                 self.tensors[name + ".bias"] = bias[start : start + size]
             start += size

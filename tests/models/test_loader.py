@@ -96,7 +96,7 @@ def test_any_float_dtype_is_converted(
 
 def test_large_tensors_are_read_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers far smaller than a tensor change nothing."""
-    monkeypatch.setattr("multilora_cli.models.loader._BUFFER_BYTES", 1000)
+    monkeypatch.setattr("multilora_cli.models.tensor_reader._BUFFER_BYTES", 1000)
     for dtype in (torch.float32, torch.bfloat16):
         decoder = tiny.load(folder, dtype)
         for name, tensor in load_file(folder / "model.safetensors").items():
@@ -288,13 +288,6 @@ def test_a_tied_head_saved_twice(tmp_path: Path) -> None:
     assert "differs from" in refusal(folder)
     edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=False))
     assert float(tiny.load(folder).head.weight.dequantise()[0, 0]) == 9.0
-
-
-def test_a_quantised_base_is_not_served_yet(folder: Path) -> None:
-    """Named by its method, not half-loaded."""
-    quantization = {"quant_method": "awq", "bits": 4}
-    edit_json(folder / "config.json", lambda c: c.update(quantization_config=quantization))
-    assert "'awq'" in refusal(folder) and "not served yet" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
