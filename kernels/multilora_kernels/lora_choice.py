@@ -94,7 +94,7 @@ def choose(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         wanted = {**neutral, **{name: order[name] for name in _ORDER_FIELDS if name in order}}
         choice = _decode(chip)
     else:
-        wanted = table.get(f"{group.key} prefill {_prefill_bucket(num_tokens)}", {})
+        wanted = table.get(f"{group.key} prefill {prefill_bucket(num_tokens)}", {})
         choice = _prefill(group, num_tokens, chip)
     return clamp(with_tuned(choice, wanted), group)
 
@@ -130,7 +130,7 @@ def _power(value: int) -> int:
     return 1 << max(0, (value - 1).bit_length())
 
 
-def _prefill_bucket(num_tokens: int) -> int:
+def prefill_bucket(num_tokens: int) -> int:
     """Prefill steps are tuned at 2,048 and 8,192 rows; the nearer on a log scale serves."""
     return 2048 if num_tokens <= 4096 else 8192
 

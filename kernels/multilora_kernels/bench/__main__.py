@@ -119,6 +119,7 @@ def merge_tuned(folder: Path, chip: launch.Chip, found: dict[str, dict[str, Any]
         table[op] = dict(sorted({**table.get(op, {}), **entries}.items()))
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+    launch.tuned_table.cache_clear()  # later cases build on what was just found
 
 
 def _time_case(case: Case, built: Built, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -26,6 +26,7 @@ from multilora_kernels.lora_choice import (
     clamp,
     decode_bucket,
     is_decode,
+    prefill_bucket,
     with_tuned,
 )
 from multilora_kernels.popularity import make_slots
@@ -42,29 +43,24 @@ MIX = (16, 8, 32, 16, 64, 16, 8, 128)
 _LAYERS_OF = {"8": 32, "16": 32, "32": 16, "64": 8, "128": 4, "mix": 12}
 _BASELINE_ROWS = 64
 
+# Around what the searches of docs/benchmarks/lora-tuning-h200.jsonl left in the running.
 DECODE_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
-    {"block_n": block_n, "rows_n": rows_n, "expand_registers": registers, "programs_per_sm": cap}
-    for block_n in (64, 128)
-    for rows_n in (64, 128)
-    for registers in (None, 128)
-    for cap in (8, 16, 32, 64)
+    {"block_n": block_n, "rows_n": 128, "expand_registers": registers, "programs_per_sm": cap}
+    for block_n, registers in ((128, None), (128, 128), (64, 96))
+    for cap in (8, 16, 32)
 )
 ORDER_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
-    {"block_k": block_k, "k_steps": steps, "shrink_warps": shrink_warps, "expand_warps": warps}
-    for block_k, steps, shrink_warps in (
-        (256, 1, 4), (512, 1, 4), (512, 2, 4), (1024, 1, 4), (1024, 1, 8), (1024, 2, 8),
-    )
-    for warps in (4, 8)
-)  # fmt: skip
+    {"block_k": block_k, "k_steps": steps, "shrink_warps": warps, "expand_warps": 4}
+    for block_k, steps, warps in ((256, 1, 2), (512, 1, 4), (512, 2, 4), (1024, 1, 4), (1024, 2, 4))
+)
 PREFILL_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
     {
-        "block_m": block_m, "block_k": block_k, "k_steps": span // block_k,
-        "shrink_warps": 4, "shrink_stages": stages, "block_n": block_n, "expand_warps": warps,
+        "block_m": 64, "block_k": block_k, "k_steps": span // block_k, "shrink_stages": 3,
+        "block_n": block_n, "n_steps": steps, "expand_warps": 4,
     }
-    for block_m in (64, 128)
-    for block_k, stages in ((64, 3), (64, 4), (128, 3))
-    for span in (512, 1024, 2048, 4096)
-    for block_n, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
+    for block_k in (64, 128)
+    for span in (1024, 4096)
+    for block_n, steps in ((64, 4), (64, 8), (128, 2), (128, 4))
 )  # fmt: skip
 
 
@@ -239,7 +235,7 @@ def _case(cell: LoraCell) -> Case:
     phase = (
         f"decode {decode_bucket(cell.rows)}"
         if is_decode(cell.rows)
-        else f"prefill {2048 if cell.rows <= 4096 else 8192}"
+        else f"prefill {prefill_bucket(cell.rows)}"
     )
     tunes = cell.ranks == "16" and cell.popularity in ("distinct", "8 adapters")
     tunes = tunes and cell.rows in (4, 16, 64, 256, 2048, 8192)
@@ -265,33 +261,18 @@ def _key(group: str) -> str:
     return GroupShape(group, shapes[0][0], tuple(s[1] for s in shapes), ITEMSIZE, 8192).key
 
 
-def _order_case(group: str) -> Case:
-    """Only for --tune: what must be alike at all decode sizes, timed over a blend of them.
-
-    The repeats make the four sizes weigh about the same.
-    """
-    blend = ((1, 8), (16, 4), (64, 2), (256, 1))
+def _order_case(group: str, rows: int) -> Case:
+    """Only for --tune: what must be one choice for all decode sizes has one key for them all."""
+    cell = LoraCell(group, rows, "distinct", "16")
 
     def build(device: torch.device) -> Built:
-        built = [(LoraCell(group, rows, "distinct", "16").build(device), n) for rows, n in blend]
-
-        def with_choice(tuned: Mapping[str, Any]) -> Run:
-            makers = [(part.with_choice, part.num_sets, n) for part, n in built]
-            runs = [(make(tuned), sets, n) for make, sets, n in makers if make is not None]
-
-            def run(index: int) -> None:
-                for one, sets, repeats in runs:
-                    for repeat in range(repeats):
-                        one((index * repeats + repeat) % sets)
-
-            return run
-
-        return Built(4, {}, with_choice)
+        built = cell.build(device)
+        return Built(built.num_sets, {}, built.with_choice)
 
     return Case(
         op="lora",
-        shape={"group": group, "T": "blend", "popularity": "distinct", "rank": "16"},
-        bytes=0.0,
+        shape={"group": group, "T": rows, "popularity": "distinct", "tunes": "order of sums"},
+        bytes=cell.bytes,
         build=build,
         tune_key=f"{_key(group)} decode",
         choices=ORDER_CHOICES,
@@ -345,7 +326,7 @@ def cells() -> Iterator[LoraCell]:
 
 def cases() -> list[Case]:
     """Every case of the LoRA op."""
-    made = [_order_case(group) for group in GROUPS]
+    made = [_order_case(group, rows) for group in GROUPS for rows in (1, 16, 64, 256)]
     steps = [
         _step_case(rows, groups)
         for rows in (1, 16, 64, 256)
