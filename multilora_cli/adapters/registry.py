@@ -249,6 +249,11 @@ class Registry:
             lambda e: replace(e, state="failed", detail=detail, failed_at=now, retry_at=retry_at),
         )
 
+    def set_pin(self, name: str, pin: Pin | None) -> AdapterEntry | None:
+        """Remember where `name` is kept, for the next start of the engine; None: no such name."""
+        entry = self.get(name)
+        return None if entry is None else self._update(entry, lambda e: replace(e, pin=pin))
+
     def mark_ready(self, entry: AdapterEntry) -> AdapterEntry | None:
         """Show that this version can be had again; None: the name stands for another now."""
         return self._update(

@@ -56,6 +56,28 @@ class Api:
             raise _error_of(response.status_code, response.content)
         return response.json()
 
+    async def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that `path` answers to `body`. Raises MloraError."""
+        try:
+            response = await self._http.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.is_error:
+            raise _error_of(response.status_code, response.content)
+        return response.json()
+
+    async def warm(self, name: str, *, hot: bool, pin: bool) -> dict[str, Any]:
+        """Bring an adapter up a step; its row."""
+        path = f"/v1/adapters/{quote(name)}/warm"
+        row: dict[str, Any] = await self.post(path, {"hot": hot, "pin": pin})
+        return row
+
+    async def evict(self, name: str, *, cold: bool, unpin: bool) -> dict[str, Any]:
+        """Move an adapter down a step; its row and what became free."""
+        path = f"/v1/adapters/{quote(name)}/evict"
+        row: dict[str, Any] = await self.post(path, {"cold": cold, "unpin": unpin})
+        return row
+
     async def models(self) -> list[dict[str, Any]]:
         """The cards of /v1/models: the base first, then its adapters."""
         cards: list[dict[str, Any]] = (await self.get("/v1/models"))["data"]

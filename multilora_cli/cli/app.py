@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from multilora_cli import __version__
-from multilora_cli.cli import bench, chat, listing, plan, schema, serve
+from multilora_cli.cli import bench, chat, listing, plan, schema, serve, tiers
 from multilora_cli.cli.console import Console
 from multilora_cli.errors import MloraError
 
@@ -63,6 +63,8 @@ app.command("schema", rich_help_panel=BEFORE)(schema.schema)
 app.command("serve", rich_help_panel=RUN)(serve.serve)
 app.command("chat", rich_help_panel=RUN)(chat.chat)
 app.command("list", rich_help_panel=OPERATE)(listing.list_adapters)
+app.command("warm", rich_help_panel=OPERATE)(tiers.warm)
+app.command("evict", rich_help_panel=OPERATE)(tiers.evict)
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 

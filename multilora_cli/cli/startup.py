@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
 from multilora_cli.cli.base import Report, cache_folder, compute_itemsize, fetch_base
 from multilora_cli.engine.config import EngineConfig
@@ -13,6 +15,7 @@ from multilora_cli.fleet.expand import expand_adapters
 from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
 from multilora_cli.fleet.schema import Adapter
 from multilora_cli.fleet.support import check_served
+from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.sizing.budget import num_slots
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
@@ -50,11 +53,15 @@ def prepare(
     report("base", 1, 1)
     registry = _registry(loaded, folder, geometry)
     failures = _register(registry, adapters, report)
+    digest = base_digest(folder)
+    engine = _engine_config(loaded, folder, len(adapters), digest)
+    if debug:
+        engine = msgspec.structs.replace(engine, debug=True, failpoints=failpoints or {})
     return Startup(
         loaded=loaded,
         geometry=geometry,
-        server=_server_config(loaded, folder, geometry, adapters),
-        engine=_engine_config(loaded, folder, len(adapters), debug, failpoints or {}),
+        server=_server_config(loaded, folder, geometry, engine),
+        engine=engine,
         registry=registry,
         num_adapters=len(adapters),
         failures=failures,
@@ -129,7 +136,7 @@ def _secret(reference: str, loaded: LoadedFleet) -> str:
 
 
 def _server_config(
-    loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, adapters: Sequence[Adapter]
+    loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, engine: EngineConfig
 ) -> ServerConfig:
     server = loaded.fleet.server
     references = {*server.api_keys, *([server.admin_key] if server.admin_key else [])}
@@ -137,6 +144,8 @@ def _server_config(
     return ServerConfig(
         base_name=loaded.fleet.base.served_name,
         base_path=folder,
+        base_digest=engine.base_digest,
+        max_loras=engine.distinct_adapters,
         vocab_size=geometry.vocab_size,
         eos_token_ids=geometry.eos_token_ids,
         host=server.host,
@@ -147,12 +156,13 @@ def _server_config(
 
 
 def _engine_config(
-    loaded: LoadedFleet, folder: Path, num_adapters: int, debug: bool, failpoints: dict[str, str]
+    loaded: LoadedFleet, folder: Path, num_adapters: int, digest: str
 ) -> EngineConfig:
     fleet = loaded.fleet
     return EngineConfig(
         model_path=str(folder),
         model_name=fleet.base.served_name,
+        base_digest=digest,
         device=fleet.memory.device,
         dtype=fleet.base.dtype,
         quantization=fleet.base.quantization,
@@ -167,6 +177,4 @@ def _engine_config(
         device_fraction=fleet.memory.device_fraction,
         host_adapter_bytes=fleet.memory.host_adapters,
         kv_reserve=fleet.memory.kv_reserve,
-        debug=debug,
-        failpoints=failpoints,
     )

@@ -7,11 +7,11 @@ from concurrent.futures import Executor
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from multilora_cli.adapters.registry import AdapterEntry, Registered, Registry
+from multilora_cli.adapters.registry import AdapterEntry, Pin, Registered, Registry
 from multilora_cli.engine.messages import AdapterRef, AdapterStatus, Reply
 from multilora_cli.errors import AdapterError, AdapterUnavailable, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
-from multilora_cli.server.bodies import LoadBody, UnloadBody
+from multilora_cli.server.bodies import EvictBody, LoadBody, UnloadBody, WarmBody
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import fault_error, unavailable
@@ -82,6 +82,53 @@ class Adapters:
                 forget(name)
             freed = await self._free(gone.digest)
         return f"Success: LoRA adapter '{name}' removed successfully.", freed
+
+    async def warm(self, name: str, body: WarmBody) -> dict[str, Any]:
+        """Bring an adapter up to host memory, or to the device; its row. Raises RequestError."""
+        ref = await self._known(name)
+        tier: Pin = "hot" if body.hot else "warm"
+        pin = tier if body.pin else None
+        reply = await self._client.load(
+            ref, hot=body.hot, pin=pin, timeout_s=self._config.limits.load_s
+        )
+        if reply.fault is not None:
+            raise fault_error(reply.fault)
+        if pin is not None:
+            self.registry.set_pin(name, pin)
+        return self._moved(name, reply)
+
+    async def evict(self, name: str, body: EvictBody) -> dict[str, Any]:
+        """Move an adapter down once its requests have ended; its row and what became free."""
+        ref = await self._known(name)
+        reply = await self._client.evict(
+            ref.digest,
+            to="cold" if body.cold else "warm",
+            unpin=body.unpin,
+            timeout_s=self._config.limits.load_s,
+        )
+        if reply.fault is not None:
+            raise fault_error(reply.fault)
+        if body.unpin:
+            self.registry.set_pin(name, None)
+        row = self._moved(name, reply)
+        return {
+            **row,
+            "freed_pages": reply.freed_pages,
+            "freed_host_bytes": reply.freed_host_bytes,
+        }
+
+    async def _known(self, name: str) -> AdapterRef:
+        ref = await self.resolve(name)
+        assert ref is not None, "a route's name is never empty"
+        return ref
+
+    def _moved(self, name: str, reply: Reply) -> dict[str, Any]:
+        if reply.status is not None:
+            self._client.statuses[reply.status.digest] = reply.status
+        entry = self.registry.get(name)
+        if entry is None:
+            raise model_not_found(name)
+        return self._row(entry, {})
 
     async def load_pinned(self) -> None:
         """Bring pinned adapters back where they belong, after every start of the engine."""
@@ -215,7 +262,7 @@ class Adapters:
         if digest is None or digest in self.names():
             return None
         try:
-            return await self._client.evict(digest, to="cold", timeout_s=_DRAIN_WAIT_S)
+            return await self._client.forget(digest, _DRAIN_WAIT_S)
         except RequestError:
             return None  # draining goes on in the engine, or the engine is gone and holds nothing
 

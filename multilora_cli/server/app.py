@@ -22,9 +22,11 @@ from multilora_cli.server.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EvictBody,
     LoadBody,
     TokenizeBody,
     UnloadBody,
+    WarmBody,
 )
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
@@ -171,6 +173,10 @@ class Routes:
                       "Register and load an adapter from a local folder.", LoadBody, "text/plain"),
             RouteSpec("POST", "/v1/unload_lora_adapter", self.unload, admin,
                       "Forget an adapter and free what it holds.", UnloadBody, "text/plain"),
+            RouteSpec("POST", "/v1/adapters/{name:path}/warm", self.warm, admin,
+                      "Bring an adapter to host memory or to the device.", WarmBody),
+            RouteSpec("POST", "/v1/adapters/{name:path}/evict", self.evict, admin,
+                      "Free an adapter's pages, or its host memory too.", EvictBody),
             RouteSpec("POST", "/tokenize", self.tokenize, tenant,
                       "Token ids of a prompt or a conversation.", TokenizeBody),
             RouteSpec("POST", "/detokenize", self.detokenize, tenant,
@@ -248,6 +254,20 @@ class Routes:
             headers["x-mlora-freed-pages"] = str(freed.freed_pages)
             headers["x-mlora-freed-host-bytes"] = str(freed.freed_host_bytes)
         return PlainTextResponse(text, headers=headers)
+
+    async def warm(self, request: Request) -> Response:
+        """POST /v1/adapters/{name}/warm"""
+        with self._front.room_for(request):
+            body = await self._front.parse(request, WarmBody)
+        name = str(request.path_params["name"])
+        return json_response(await self._front.adapters.warm(name, body))
+
+    async def evict(self, request: Request) -> Response:
+        """POST /v1/adapters/{name}/evict"""
+        with self._front.room_for(request):
+            body = await self._front.parse(request, EvictBody)
+        name = str(request.path_params["name"])
+        return json_response(await self._front.adapters.evict(name, body))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""

@@ -171,6 +171,20 @@ class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
     expected_generation: Annotated[int, Meta(ge=0)] | None = None
 
 
+class WarmBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/adapters/{name}/warm."""
+
+    hot: Annotated[bool, Meta(description="To the device, not only to host memory.")] = False
+    pin: Annotated[bool, Meta(description="Keep it there.")] = False
+
+
+class EvictBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/adapters/{name}/evict."""
+
+    cold: Annotated[bool, Meta(description="Out of host memory too.")] = False
+    unpin: Annotated[bool, Meta(description="Also where it is pinned.")] = False
+
+
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /tokenize: a prompt or messages."""
 

@@ -137,21 +137,29 @@ class EngineClient:
         self,
         adapter: AdapterRef,
         *,
+        hot: bool = False,
         pin: Literal["hot", "warm"] | None = None,
         priority: int = 0,
         timeout_s: float,
     ) -> Reply:
-        """Make an adapter warm, or hot where it is pinned there."""
+        """Make an adapter warm, or hot where that is asked for or it is pinned there."""
         call_id = self._next_id()
-        message = LoadAdapter(call_id, adapter, hot=pin == "hot", pin=pin, priority=priority)
+        on_device = hot or pin == "hot"
+        message = LoadAdapter(call_id, adapter, hot=on_device, pin=pin, priority=priority)
+        return await self._call(call_id, message, timeout_s)
+
+    async def forget(self, digest: str, timeout_s: float) -> Reply:
+        """Free all that a digest holds, pins and the prefixes computed with it included."""
+        call_id = self._next_id()
+        message = EvictAdapter(call_id, digest, to="cold", unpin=True, purge_cache=True)
         return await self._call(call_id, message, timeout_s)
 
     async def evict(
-        self, digest: str, *, to: Literal["warm", "cold"] = "cold", timeout_s: float
+        self, digest: str, *, to: Literal["warm", "cold"], unpin: bool, timeout_s: float
     ) -> Reply:
-        """Move a digest down and forget the prefixes computed with it."""
+        """Move a digest down; the prefixes computed with it stay, since it may come back."""
         call_id = self._next_id()
-        message = EvictAdapter(call_id, digest, to=to, unpin=True, purge_cache=to == "cold")
+        message = EvictAdapter(call_id, digest, to=to, unpin=unpin)
         return await self._call(call_id, message, timeout_s)
 
     async def query(self, timeout_s: float = 1.0) -> Snapshot | None:

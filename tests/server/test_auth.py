@@ -23,6 +23,8 @@ GOLDEN = {
     "GET /v1/lora_adapters": "tenant",
     "POST /v1/load_lora_adapter": "admin",
     "POST /v1/unload_lora_adapter": "admin",
+    "POST /v1/adapters/{name:path}/warm": "admin",
+    "POST /v1/adapters/{name:path}/evict": "admin",
     "POST /tokenize": "tenant",
     "POST /detokenize": "tenant",
     "GET /health": "public",

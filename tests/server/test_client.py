@@ -116,7 +116,7 @@ def test_a_call_that_is_not_answered():
         client._receive = lambda message: None
         client._wire._receive = client._receive
         with pytest.raises(RequestError) as caught:
-            await client.evict("d" * 64, timeout_s=0.05)
+            await client.forget("d" * 64, timeout_s=0.05)
         assert caught.value.code == "adapter_loading"
         assert client._calls == {}
         assert await client.query(0.05) is None
