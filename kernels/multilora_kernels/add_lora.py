@@ -70,17 +70,23 @@ def add_lora_ref(
 ) -> None:
     """The same in torch: the CPU path, and what the kernels are tested against."""
     weights = pool.view(-1).view(x.dtype)
+    modules = GROUPS[group]
+    widths = [table.shapes[module][1] for module in modules]
     for slot, rows in segments.rows_by_slot(x.device):
-        x_rows: torch.Tensor | None = None
+        found = [table.runs(slot, layer, module) for module in modules]
+        if not any(found):
+            continue
+        x_rows = x.index_select(0, rows).float()
         column = 0
-        for module in GROUPS[group]:
-            d_out = table.shapes[module][1]
-            placed = table.blocks(slot, layer, module)
-            if placed:
-                if x_rows is None:
-                    x_rows = x.index_select(0, rows).float()
-                delta = sgmv_expand_ref(sgmv_shrink_ref(x_rows, weights, placed), weights, placed)
-                target = y[:, column : column + d_out]
-                summed = target.index_select(0, rows).float() + delta
-                target.index_copy_(0, rows, summed.to(y.dtype))
-            column += d_out
+        parts: list[tuple[int, torch.Tensor]] = []
+        for runs, width in zip(found, widths, strict=True):
+            if runs:
+                shrunk = sgmv_shrink_ref(x_rows, weights, runs)
+                parts.append((column, sgmv_expand_ref(shrunk, weights, runs)))
+            column += width
+        if len(parts) == len(modules):  # all columns at once
+            parts = [(0, torch.cat([delta for _, delta in parts], dim=1))]
+        for start, delta in parts:
+            target = y[:, start : start + delta.shape[1]]
+            summed = target.index_select(0, rows).float() + delta
+            target.index_copy_(0, rows, summed.to(y.dtype))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.sgmv_shrink import compute_dtype
-from multilora_kernels.table import AdapterTable, PlacedBlock
+from multilora_kernels.table import AdapterTable, PlacedRun
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
 # In decode, software pipelining would hoist loads of the planes above the wait for the shrink:
@@ -395,17 +395,22 @@ def sgmv_expand(
 
 
 def sgmv_expand_ref(
-    shrunk: dict[int, torch.Tensor], weights: torch.Tensor, placed: tuple[PlacedBlock, ...]
+    shrunk: dict[int, torch.Tensor], weights: torch.Tensor, runs: tuple[PlacedRun, ...]
 ) -> torch.Tensor:
     """B h of one adapter's rows in torch: fp32 [rows, d_out] from `sgmv_shrink_ref`'s tiles."""
-    columns: dict[int, torch.Tensor] = {}
-    for place in placed:
-        block = place.block
-        if block.matrix != "b":
-            continue
-        shape, strides = (block.length, block.rank_width), (block.rank_width, 1)
-        b = weights.as_strided(shape, strides, place.element).float()
-        part = shrunk[block.rank_start] @ b.T
-        before = columns.get(block.start)
-        columns[block.start] = part if before is None else before + part
-    return torch.cat([columns[start] for start in sorted(columns)], dim=1)
+    found = [run for run in runs if run.matrix == "b"]
+    d_out = max(run.start + run.count * run.length for run in found)
+    delta: torch.Tensor | None = None
+    for run in found:
+        shape = (run.count, run.length, run.rank_width)
+        strides = (run.step, run.rank_width, 1)
+        b = weights.as_strided(shape, strides, run.element).reshape(-1, run.rank_width).float()
+        part = shrunk[run.rank_start] @ b.T
+        if delta is None:
+            if part.shape[1] == d_out:  # one run holds the whole tile
+                delta = part
+                continue
+            delta = part.new_zeros(len(part), d_out)
+        delta[:, run.start : run.start + part.shape[1]] += part
+    assert delta is not None
+    return delta

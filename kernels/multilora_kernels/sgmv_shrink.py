@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.lora_choice import SIDE_BY_SIDE
-from multilora_kernels.table import AdapterTable, PlacedBlock
+from multilora_kernels.table import AdapterTable, PlacedRun
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
 
@@ -253,17 +253,17 @@ def sgmv_shrink(
 
 
 def sgmv_shrink_ref(
-    x_rows: torch.Tensor, weights: torch.Tensor, placed: tuple[PlacedBlock, ...]
+    x_rows: torch.Tensor, weights: torch.Tensor, runs: tuple[PlacedRun, ...]
 ) -> dict[int, torch.Tensor]:
     """A x of one adapter's rows in torch: fp32 [rows, tile width] by the tile's first rank."""
     shrunk: dict[int, torch.Tensor] = {}
-    for place in placed:
-        block = place.block
-        if block.matrix != "a":
+    for run in runs:
+        if run.matrix != "a":
             continue
-        shape, strides = (block.rank_width, block.length), (block.length, 1)
-        a = weights.as_strided(shape, strides, place.element).float()
-        part = x_rows[:, block.start : block.start + block.length] @ a.T
-        before = shrunk.get(block.rank_start)
-        shrunk[block.rank_start] = part if before is None else before + part
+        shape = (run.count, run.rank_width, run.length)
+        blocks = weights.as_strided(shape, (run.step, run.length, 1), run.element)
+        a = blocks.transpose(0, 1).reshape(run.rank_width, -1).float()
+        part = x_rows[:, run.start : run.start + run.count * run.length] @ a.T
+        before = shrunk.get(run.rank_start)
+        shrunk[run.rank_start] = part if before is None else before + part
     return shrunk

@@ -12,7 +12,7 @@ Host side the same entries, plus plan and pages of every slot, which the torch p
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,24 @@ class PlacedBlock:
 
 
 @dataclass(frozen=True)
+class PlacedRun:
+    """Neighbouring blocks of one tile, equally long and equally far apart in the pool.
+
+    `count` blocks of `length` elements along the long side, the first at `start` and pool element
+    `element`, the next ones `step` elements on. Most tiles are one run.
+    """
+
+    matrix: str
+    rank_start: int
+    rank_width: int
+    start: int
+    length: int
+    count: int
+    element: int
+    step: int
+
+
+@dataclass(frozen=True)
 class CellGeometry:
     """How one cell is laid out: the same for every slot of a pool."""
 
@@ -52,6 +70,7 @@ class _Slot:
     pages: tuple[int, ...]
     cells: npt.NDArray[np.int32]
     blocks: dict[tuple[int, str], tuple[PlacedBlock, ...]] = field(default_factory=dict)
+    runs: dict[tuple[int, str], tuple[PlacedRun, ...]] = field(default_factory=dict)
 
 
 class AdapterTable:
@@ -174,6 +193,16 @@ class AdapterTable:
             record.blocks.update(_place(record.plan, record.pages))
         return record.blocks.get((layer, module), ())
 
+    def runs(self, slot: int, layer: int, module: str) -> tuple[PlacedRun, ...]:
+        """The same blocks joined to runs: what the torch path reads; empty for rank 0."""
+        record = self._slots.get(slot)
+        if record is None:
+            return ()
+        key = (layer, module)
+        if key not in record.runs:
+            record.runs[key] = _join(self.blocks(slot, layer, module))
+        return record.runs[key]
+
     def rank(self, slot: int, layer: int, module: str) -> int:
         """True rank of one module of one layer of `slot`."""
         record = self._slots.get(slot)
@@ -238,3 +267,28 @@ def _place(plan: ImagePlan, pages: Sequence[int]) -> dict[tuple[int, str], tuple
         element = pages[block.page] * page_elements + block.offset // plan.itemsize
         placed.setdefault((block.layer, block.module), []).append(PlacedBlock(block, element))
     return {key: tuple(blocks) for key, blocks in placed.items()}
+
+
+def _join(blocks: tuple[PlacedBlock, ...]) -> tuple[PlacedRun, ...]:
+    """Blocks in canonical order as runs: same tile, same length, same distance in the pool."""
+    runs: list[PlacedRun] = []
+    for place in blocks:
+        block = place.block
+        last = runs[-1] if runs else None
+        if last is not None and _continues(last, place):
+            step = place.element - last.element if last.count == 1 else last.step
+            runs[-1] = replace(last, count=last.count + 1, step=step)
+        else:
+            tile = (block.matrix, block.rank_start, block.rank_width)
+            runs.append(PlacedRun(*tile, block.start, block.length, 1, place.element, 0))
+    return tuple(runs)
+
+
+def _continues(run: PlacedRun, place: PlacedBlock) -> bool:
+    block = place.block
+    return (
+        (block.matrix, block.rank_start) == (run.matrix, run.rank_start)
+        and (block.length, block.start) == (run.length, run.start + run.count * run.length)
+        and place.element > run.element
+        and (run.count == 1 or place.element == run.element + run.count * run.step)
+    )
