@@ -170,49 +170,58 @@ def _plan(
     return tl.where(row < rows, tl.cdiv(num_splits, per_lane), 0)
 
 
-@triton.jit(do_not_specialize=["window", "rows", "slots", "min_split"])
-def decode_kernel(
-    q_ptr,
-    pages_ptr,
-    out_ptr,
-    partial_ptr,
+@triton.jit
+def _empty(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A running softmax that has seen nothing: (acc, total, top)."""
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    return acc, tl.zeros([BLOCK_G], tl.float32), tl.full([BLOCK_G], -1.0e30, tl.float32)
+
+
+@triton.jit
+def _store_part(
+    part_ptr,
     state_ptr,
-    arrived_ptr,
-    seq_lens_ptr,
-    page_table_ptr,
-    stride_qt,
-    stride_table,
-    page_elements,
-    layer_start,
-    scale_log2,
-    window,
-    rows,
-    slots,
-    min_split,
-    NUM_KV_HEADS: tl.constexpr,
+    split,
+    part,
+    total,
+    top,
     GROUP: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    COMPUTE: tl.constexpr,
+):
+    """Leave a split's sums for the program that arrives last."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    at = split * GROUP + g
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(part_ptr + at[:, None] * HEAD_DIM + d[None, :], part, mask=mask)
+    tl.store(state_ptr + at, top, mask=g < GROUP)
+    tl.store(state_ptr + MAX_SPLITS * GROUP + at, total, mask=g < GROUP)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["window", "rows", "slots", "min_split"])
+def decode_kernel(
+    q_ptr, pages_ptr, out_ptr, partial_ptr, state_ptr, arrived_ptr, seq_lens_ptr, page_table_ptr,
+    stride_qt, stride_table, page_elements, layer_start, scale_log2, window,
+    rows, slots, min_split,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr, COMPUTE: tl.constexpr,
 ):
     lanes_of = _plan(
         seq_lens_ptr, window, rows, slots, min_split,
         NUM_KV_HEADS, TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
-    )  # fmt: skip
+    )
     lane_end = tl.cumsum(lanes_of, 0)
-    num_items = tl.sum(lanes_of, 0) * NUM_KV_HEADS
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    q_mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-    in_head = g[:, None] * HEAD_DIM + d[None, :]
+    g = tl.arange(0, BLOCK_G)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    in_head, q_mask = g * HEAD_DIM + d, (g < GROUP) & (d < HEAD_DIM)
     # Nearly always one turn: the grid has a program per item unless lengths differ widely.
+    num_items = tl.sum(lanes_of, 0) * NUM_KV_HEADS
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
         head = item % NUM_KV_HEADS
         place = item // NUM_KV_HEADS
@@ -230,12 +239,11 @@ def decode_kernel(
         row_head = row * NUM_KV_HEADS + head
         part_ptr = partial_ptr + row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
         head_state_ptr = state_ptr + row_head * (2 * MAX_SPLITS * GROUP)
+        head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
         q_at = q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
         q = tl.load(q_at, mask=q_mask, other=0.0).to(COMPUTE)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
-        top = tl.full([BLOCK_G], -1.0e30, tl.float32)
-        part, part_total, part_top = acc, total, top
+        acc, total, top = _empty(BLOCK_G, BLOCK_D)
+        part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
         # One loop over the tiles of all its splits: loads run ahead across the end of a split.
         for start in range(begin, end, BLOCK_N):
             part, part_total, part_top = _attend_tile(
@@ -244,21 +252,17 @@ def decode_kernel(
                 page_table_ptr + row * stride_table, start, end, low, page_elements, scale_log2,
                 HEAD_DIM, BLOCK_D, NUM_KV_HEADS * TOKENS * HEAD_DIM, TOKENS, BLOCK_N, WINDOWED,
                 COMPUTE,
-            )  # fmt: skip
+            )
             after = start + BLOCK_N - first
             if (after % split_tokens == 0) | (start + BLOCK_N >= end):
                 if lanes > 1:
-                    at = (after - 1) // split_tokens * GROUP
-                    tl.store(part_ptr + at * HEAD_DIM + in_head, part, mask=q_mask)
-                    tl.store(head_state_ptr + at + g, part_top, mask=g < GROUP)
-                    at += MAX_SPLITS * GROUP
-                    tl.store(head_state_ptr + at + g, part_total, mask=g < GROUP)
+                    _store_part(
+                        part_ptr, head_state_ptr, (after - 1) // split_tokens, part, part_total,
+                        part_top, GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+                    )
                 acc, total, top = _fold(acc, total, top, part, part_total, part_top)
-                part = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-                part_total = tl.zeros([BLOCK_G], tl.float32)
-                part_top = tl.full([BLOCK_G], -1.0e30, tl.float32)
+                part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
 
-        head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
         if lanes == 1:
             # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
             result = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -270,7 +274,8 @@ def decode_kernel(
                 _combine(
                     head_out_ptr, part_ptr, head_state_ptr, num_splits,
                     BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                )  # fmt: skip
+                )
+# fmt: on
 
 
 def decode_key(head_dim: int, group: int, itemsize: int) -> str:
@@ -335,6 +340,7 @@ def paged_decode(
     choice = dict(choice)
     slots, min_split = choice.pop("slots"), choice.pop("min_split")
     max_splits = choice["MAX_SPLITS"]
+    assert min_split % choice["BLOCK_N"] == 0, "a split is whole tiles"
     layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
     shape = (rows, num_kv_heads, max_splits, group)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
