@@ -47,6 +47,7 @@ class RequestRecord:
     first_s: float | None
     end_s: float
     times_s: "array[float]"  # arrival of every piece of text
+    last_s: float | None  # of the last token
     input_tokens: int
     output_tokens: int
     cached_tokens: int
@@ -67,9 +68,9 @@ class RequestRecord:
     @property
     def itl_s(self) -> float | None:
         """Mean time between the tokens of this answer."""
-        if self.first_s is None or self.output_tokens < 2 or not self.times_s:
+        if self.first_s is None or self.last_s is None or self.output_tokens < 2:
             return None
-        return (self.times_s[-1] - self.first_s) / (self.output_tokens - 1)
+        return (self.last_s - self.first_s) / (self.output_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ def _record(
         first_s=first,
         end_s=run.now(),
         times_s=array("d", answer.times_s),
+        last_s=answer.last_s,
         input_tokens=request.input_tokens if answer.input_tokens is None else answer.input_tokens,
         output_tokens=output,
         cached_tokens=answer.cached_tokens or 0,

@@ -101,6 +101,7 @@ class Measures:
     output_length: Moments
     cached_tokens: int
     usage_counted: bool  # by the server; otherwise pieces of text stand for tokens
+    pieces: int  # of text; fewer than output tokens where a piece holds several
     adapters: int  # different ones that were asked
     per_adapter: tuple[Group, ...]
     per_rank: tuple[Group, ...] = ()
@@ -157,6 +158,7 @@ def measure(
         output_length=moments([record.output_tokens for record in good]),
         cached_tokens=sum(record.cached_tokens for record in good),
         usage_counted=all(record.counted for record in good),
+        pieces=sum(len(record.times_s) for record in good),
         adapters=len({record.adapter for record in records} - {None}),
         per_adapter=per_adapter,
         per_rank=_by(records, known.ranks),

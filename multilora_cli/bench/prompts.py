@@ -44,6 +44,9 @@ class PromptMaker:
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
+            # What comes after the end is mostly special tokens: without text, no chunk would
+            # say that they came.
+            body["skip_special_tokens"] = False
         rng = np.random.Generator(np.random.PCG64([self.seed, *key]))
         if self.style == "ids":
             body["prompt"] = rng.integers(*self.id_range, size=input_tokens).tolist()

@@ -46,6 +46,7 @@ class Answer:
     """What one stream has said so far; `times_s` has the arrival of every piece of text."""
 
     times_s: list[float] = field(default_factory=list)
+    last_s: float | None = None  # of the last piece of text or of the finish reason
     model: str | None = None
     adapter: str | None = None  # that really answered, where the server tells
     input_tokens: int | None = None
@@ -83,11 +84,11 @@ class Answer:
         if self.model is None:
             self.model = chunk.model
         for choice in chunk.choices:
-            delta = choice.delta
-            if choice.text or (delta and (delta.content or delta.reasoning_content)):
+            if _is_piece(choice):
                 self.times_s.append(now_s)
+                self.last_s = now_s
             if choice.finish_reason is not None:
-                self.done = True
+                self.done, self.last_s = True, now_s
         if chunk.usage is not None:
             self._count(chunk.usage)
 
@@ -98,6 +99,17 @@ class Answer:
             self.cached_tokens = usage.prompt_tokens_details.cached_tokens
         if isinstance(usage.adapter, dict):
             self.adapter = str(usage.adapter.get("name"))
+
+
+def _is_piece(choice: _Choice) -> bool:
+    """Whether a chunk stands for a token: any text, or a text completion's empty chunk.
+
+    vLLM sends one empty where a token is only part of a character. The chunk that opens a chat
+    (a role and no content) and the one that only ends an answer stand for none.
+    """
+    if choice.delta is not None:
+        return bool(choice.delta.content or choice.delta.reasoning_content)
+    return bool(choice.text) or (choice.text is not None and choice.finish_reason is None)
 
 
 def _message(error: Any) -> str:

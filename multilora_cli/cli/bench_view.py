@@ -76,11 +76,12 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         return
     tables = [
         ("ratios to the other server", against_table(report)),
-        ("by rank", group_table(report, "per_rank", "rank")),
         ("errors", error_table(report)),
     ]
+    if report["preset"] == "rank-mix":  # of the others the page and the JSON have it
+        tables.insert(1, ("by rank", group_table(report, "per_rank", "rank")))
     if report["preset"] == "cold-start":  # elsewhere the warm-up has loaded what is used
-        tables.append(("by tier before the pass", group_table(report, "per_tier", "tier")))
+        tables.insert(1, ("by tier before the pass", group_table(report, "per_tier", "tier")))
     for title, (columns, rows) in tables:
         if rows and len(rows) <= _MAX_GROUP_ROWS:
             console.line()

@@ -1,6 +1,7 @@
 """Figures against records whose answers can be worked out by hand."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -156,3 +157,10 @@ def test_objectives_are_parsed_or_refused() -> None:
     for bad in ("ttft", "ttft=1", "tbt=1s", ""):
         with pytest.raises(BadInput, match="--slo"):
             parse_slo(bad)
+
+
+def test_trailing_tokens_without_text_do_not_make_an_answer_look_faster() -> None:
+    """The mean ITL of an answer runs to its end, not to its last piece of text."""
+    whole = record(first=1.0, gap=0.5, tokens=5)
+    silent = replace(whole, times_s=whole.times_s[:2])  # the last three tokens had no text
+    assert silent.itl_s == whole.itl_s == 0.5
