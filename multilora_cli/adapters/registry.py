@@ -249,6 +249,19 @@ class Registry:
             lambda e: replace(e, state="failed", detail=detail, failed_at=now, retry_at=retry_at),
         )
 
+    def take_back(self, done: Registered) -> None:
+        """Undo a registration whose content proved broken: the name stands for what it stood for
+        before, or for nothing. Where another version has come since, that one stays."""
+        name = done.entry.name.lower()
+        with self._lock:
+            current = self._entries.get(name)
+            if current is None or current.generation != done.entry.generation:
+                return
+            if done.previous is not None:
+                self._entries[name] = done.previous
+            elif done.outcome == "added":
+                del self._entries[name]
+
     def set_pin(self, name: str, pin: Pin | None) -> AdapterEntry | None:
         """Remember where `name` is kept, for the next start of the engine; None: no such name."""
         entry = self.get(name)

@@ -244,10 +244,8 @@ class Adapters:
         return ref
 
     def _take_back(self, done: Registered) -> None:
-        """The engine refused what the headers promised: the name is free again."""
-        current = self.registry.get(done.entry.name)
-        if current is not None and current.generation == done.entry.generation:
-            self.registry.unregister(current.name)
+        """The engine refused what the headers promised: the name is as it was before."""
+        self.registry.take_back(done)
 
     def _unregister(self, name: str, expected_generation: int | None) -> AdapterEntry:
         try:

@@ -125,6 +125,23 @@ def test_other_content_needs_replacing(registry: Registry, tmp_path: Path) -> No
     assert after.generation == 2 and after.digest not in (None, before.digest)
 
 
+def test_taking_back_restores_what_was_there(registry: Registry, tmp_path: Path) -> None:
+    """RELIABILITY 8.6: after a replacement that proved broken the state is as before it."""
+    write_good(tmp_path / "a")
+    write_good(tmp_path / "b", seed=1)
+    added = registry.register(AdapterRequest("acme", "a"))
+    before = registry.with_digest("acme")
+    registry.take_back(registry.register(AdapterRequest("acme", "a")))  # unchanged: stays
+    assert registry.resolve("acme") == before
+    replaced = registry.register(AdapterRequest("acme", "b"), replacing=True)
+    registry.take_back(added)  # a later version has come: it stays
+    assert registry.resolve("acme").generation == replaced.entry.generation
+    registry.take_back(replaced)
+    assert registry.resolve("acme") == before
+    registry.take_back(added)
+    assert registry.get("acme") is None
+
+
 def test_changed_in_place(registry: Registry, tmp_path: Path) -> None:
     """CACHE: a folder overwritten in place is other content, with or without a known digest."""
     for name in ("known", "unknown"):
