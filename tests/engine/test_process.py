@@ -179,6 +179,7 @@ import msgspec
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.process import spawn
 process, connection = spawn(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+connection.recv(1)  # the engine speaks once it is tied to this process
 print(process.pid, flush=True)
 time.sleep(600)
 """
@@ -194,7 +195,6 @@ def test_f04_a_killed_front_takes_the_engine_with_it(fleet: SignatureFleet, hung
         assert parent.stdout is not None
         engine = int(parent.stdout.readline())
         if hung:
-            time.sleep(1.0)  # past the engine's first lines, which set the signal
             os.kill(engine, signal.SIGSTOP)
         parent.kill()
         assert is_gone(engine, within_s=2.0)
