@@ -174,11 +174,14 @@ def _notes(arms: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{name}: the load generator itself was late by {lag * 1000:.0f} ms (p99): the"
                 " machine is too busy for figures this small"
             )
-        short = (
-            found["completed"] and found["cached_tokens"] > 0.01 * found["input_length"]["total"]
-        )
-        if short:
+        if found["cached_tokens"] > 0.01 * found["input_length"]["total"]:
             notes.append(f"{name}: the server had {found['cached_tokens']} prompt tokens cached")
+        tokens = found["output_length"]["total"]
+        if tokens > 1.05 * found["pieces"]:
+            notes.append(
+                f"{name}: {tokens} tokens came in {found['pieces']} pieces of text: ITL is between"
+                " pieces, and a first token without text counts from the first text"
+            )
     return notes
 
 

@@ -40,6 +40,7 @@ def record(
         first_s=None if first is None else due + first,
         end_s=times[-1] if times else due,
         times_s=array("d", times),
+        last_s=times[-1] if times else None,
         input_tokens=10,
         output_tokens=len(times),
         cached_tokens=0,
@@ -109,7 +110,7 @@ def test_strip_leaves_ramp_and_drain_out() -> None:
 def test_a_piece_of_several_tokens_counts_for_all_of_them() -> None:
     one = record(first=0.0, gap=0.1, tokens=101)
     packed = RequestRecord(
-        0, "a", "a", 0.0, 0.0, 0.0, 10.0, one.times_s, 10, 404, 0, True
+        0, "a", "a", 0.0, 0.0, 0.0, 10.0, one.times_s, 10.0, 10, 404, 0, True
     )  # fmt: skip
     assert strip_rate([packed]) == pytest.approx(4 * strip_rate([one]))
 

@@ -163,7 +163,7 @@ def test_a_report_in_which_nothing_succeeded_can_still_be_read() -> None:
             passes, notes = await run_program([side], program, settings)
             bad = passes[0].result.records[0]
             broken = [type(bad)(
-                0, "base", None, 0.0, 0.0, None, 1.0, bad.times_s[:0], 8, 0, 0, True, "http_500"
+                0, "base", None, 0.0, 0.0, None, 1.0, bad.times_s[:0], None, 8, 0, 0, True, "http_500"
             )]  # fmt: skip
         from dataclasses import replace
 

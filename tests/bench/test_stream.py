@@ -46,6 +46,15 @@ def test_a_stream_without_done_and_without_reason_is_not_whole() -> None:
     assert not answer.done
 
 
+def test_tokens_without_text_still_have_their_time() -> None:
+    """vLLM sends an empty chunk for half a character; what only ends an answer is no token."""
+    answer = Answer()
+    answer.feed(event(choices=[{"text": ""}]), 1.0)
+    answer.feed(event(choices=[{"text": "ü"}]), 2.0)
+    answer.feed(event(choices=[{"text": "", "finish_reason": "length"}]), 3.0)
+    assert (answer.times_s, answer.last_s, answer.done) == ([1.0, 2.0], 3.0, True)
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [
