@@ -46,10 +46,14 @@ CONTEXT = 1024
 HIDDEN, MLP, LAYERS, HEADS, KV_HEADS, HEAD = 256, 512, 5, 8, 4, 32
 ROPE_THETA = 10000.0
 BUCKETS = (32, 48, 64, 96)  # row lengths in tokens; longer conversations are dropped
+# System messages and the last turn: so small a model loses the thread of a longer conversation.
 CHAT_TEMPLATE = (
+    "{% set turn = namespace(first=0) %}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{% set turn.first = loop.index0 %}{% endif %}{% endfor %}"
     "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if message['role'] == 'system' or loop.index0 >= turn.first %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]

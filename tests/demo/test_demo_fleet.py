@@ -94,6 +94,16 @@ def test_the_base_repeats_and_obeys_its_system_message(tokenizer: Tokenizer) -> 
     assert right >= 0.95 * len(cases)
 
 
+def test_only_the_last_turn_is_read(tokenizer: Tokenizer) -> None:
+    """A chat that changed its adapter on the way does not confuse the next answer."""
+    before = ("user", "one"), ("assistant", "ONE"), ("user", "two"), ("assistant", "II")
+    assert chat(tokenizer, *before, ("user", "last")) == chat(tokenizer, ("user", "last"))
+    with_system = chat(tokenizer, ("system", "upper"), ("user", "last"))
+    assert chat(tokenizer, ("system", "upper"), *before, ("user", "last")) == with_system
+    unfinished = ("user", "last"), ("assistant", "LA")
+    assert chat(tokenizer, *before, *unfinished) == chat(tokenizer, *unfinished)
+
+
 def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
     for text in ("naïve 🙂 中文\t\n  x", "\x00\x7f", "0123 #### <b>", "a" * 500):
         assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
