@@ -101,6 +101,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         config.max_num_batched_tokens,
         config.max_num_seqs,
         config.max_lora_rank,
+        on_card=device.type == "cuda",
     )
     pool = config.pool_bytes
     if pool is None and device.type == "cpu" and config.device_bytes is None:

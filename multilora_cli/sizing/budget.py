@@ -16,6 +16,9 @@ _MAX_SLOTS = 4096
 # Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
 _BLOCKS_PER_PAGE = 16
 
+# Splits of a row's context that decode attention may run side by side.
+_DECODE_SPLITS = 32
+
 # The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
 # modules share one cell size (multilora_kernels.table).
 TABLE_BYTES_PER_BLOCK = 3 * 8
@@ -102,21 +105,30 @@ def base_bytes(
 
 
 def workspace_bytes(
-    geometry: ModelGeometry, itemsize: int, max_tokens: int, max_seqs: int, max_rank: int
+    geometry: ModelGeometry,
+    itemsize: int,
+    max_tokens: int,
+    max_seqs: int,
+    max_rank: int,
+    *,
+    on_card: bool,
 ) -> int:
     """High-water mark of one step's scratch: `max_tokens` rows, `max_seqs` of them sampled.
 
     A layer holds hidden state, residual and normed input, then either q, k, v and the attention's
     output, or gate, up and their product. Logits are float32 and the sampler keeps four such
     arrays (logits, sorted values, sorted indices as int64 count twice). LoRA intermediates are
-    float32 [tokens, 3 x rank] of the widest launch (q, k, v).
+    float32 [tokens, 3 x rank] of the widest launch (q, k, v). On a card, decode attention keeps
+    float32 partial results of up to 32 splits a row and head (multilora_kernels.paged_decode).
     """
     hidden = 3 * geometry.hidden_size
     attention = 2 * geometry.q_size + 2 * geometry.kv_size
     mlp = 3 * geometry.intermediate_size
     rows = max_tokens * (hidden + max(attention, mlp)) * itemsize
     logits = 4 * max_seqs * geometry.vocab_size * 4
-    return rows + logits + max_tokens * 3 * max_rank * 4
+    partials = max_seqs * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
+    lora = max_tokens * 3 * max_rank * 4
+    return rows + logits + lora + (partials if on_card else 0)
 
 
 def num_slots(num_adapters: int) -> int:

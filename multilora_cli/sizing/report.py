@@ -214,6 +214,7 @@ def _memory(request: PlanRequest, base: BaseBytes) -> MemoryPlan:
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
             limits.max_lora_rank,
+            on_card=request.gpu is not None,
         ),
         tables=table_bytes(request.geometry, num_slots(len(request.adapters)), blocks),
     )

@@ -109,7 +109,7 @@ def test_pages_for_tokens(tokens: int, pages: int) -> None:
 
 def test_pool_is_what_the_rest_leaves() -> None:
     weights = base_bytes(LLAMA3_8B, 2).total
-    workspace = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512)
+    workspace = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
     tables = table_bytes(LLAMA3_8B, 65, 64 * 448)
     plan = plan_pool(
         LLAMA3_8B, 80 * 2**30, kv_itemsize=2, weights=weights, workspace=workspace, tables=tables
@@ -125,3 +125,12 @@ def test_a_base_that_does_not_fit_says_by_how_much() -> None:
     weights = base_bytes(LLAMA3_8B, 2).total
     with pytest.raises(Refused, match=r"15 GiB needed.*14 GiB available"):
         plan_pool(LLAMA3_8B, 14 * 2**30, kv_itemsize=2, weights=weights, workspace=0, tables=0)
+
+
+def test_attention_partials_are_counted_on_a_card() -> None:
+    """136 MB at 256 rows, 32 heads of 128: what paged_decode.decode_workspace_bytes says."""
+    from multilora_kernels.paged_decode import decode_workspace_bytes
+
+    on_card = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
+    on_cpu = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=False)
+    assert on_card - on_cpu == decode_workspace_bytes(256, 32, 128) == 136_314_880
