@@ -19,6 +19,8 @@ DECODE_TOKENS = 512
 DECODE_ROWS = 16
 # Rank tiles that one expand program reads side by side.
 SIDE_BY_SIDE = 4
+# Numbers of rows that decode steps are tuned at.
+DECODE_BUCKETS = (4, 16, 64, 256)
 _ORDER_FIELDS = ("block_k", "k_steps", "shrink_warps", "expand_warps")
 
 
@@ -106,7 +108,7 @@ def with_tuned(choice: LoraChoice, tuned: Mapping[str, Any]) -> LoraChoice:
 
 def decode_bucket(num_tokens: int) -> int:
     """The tuned number of rows that serves a decode step of `num_tokens`."""
-    return next((rows for rows in (4, 16, 64) if num_tokens <= rows), 256)
+    return next((rows for rows in DECODE_BUCKETS if num_tokens <= rows), DECODE_BUCKETS[-1])
 
 
 def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:

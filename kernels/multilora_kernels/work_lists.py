@@ -28,7 +28,14 @@ import triton.language as tl
 
 from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS
-from multilora_kernels.lora_choice import SIDE_BY_SIDE, Choose, GroupShape, LoraChoice, choose
+from multilora_kernels.lora_choice import (
+    DECODE_BUCKETS,
+    SIDE_BY_SIDE,
+    Choose,
+    GroupShape,
+    LoraChoice,
+    choose,
+)
 from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 
@@ -269,6 +276,7 @@ class WorkLists:
     ) -> None:
         self.table = table
         self._choose = choose
+        self._is_fixed = False
         self.chip = chip
         self.shapes: Mapping[str, GroupShape] = group_shapes(table)
         self.max_tokens = max_tokens
@@ -285,17 +293,26 @@ class WorkLists:
         self._bands = torch.zeros(1, 8, dtype=torch.int32, device=table.device)
 
     def reserve(self, max_tokens: int) -> None:
-        """Allocate for any step of up to `max_tokens` rows, so that graphs may be captured."""
+        """Allocate for any decode step of up to `max_tokens` rows; the buffers never move again.
+
+        A captured graph keeps their addresses, so a step that would outgrow them is refused.
+        """
         wanted = {}
         planes = 0
         for name, shape in self.shapes.items():
-            choice = self._choose(shape, max_tokens, self.chip)
-            tiles = max_tokens * len(shape.d_outs) * self.max_tiles
-            narrow = min(choice.block_n, choice.rows_n)
+            choices = [
+                self._choose(shape, rows, self.chip) for rows in (*DECODE_BUCKETS, max_tokens)
+            ]
+            tiles = len(shape.d_outs) * self.max_tiles
+            narrow = min(min(choice.block_n, choice.rows_n) for choice in choices)
             tasks = sum(-(-d_out // narrow) for d_out in shape.d_outs)
-            wanted[name] = _Capacity(tiles, max_tokens * tasks, -(-tiles // SIDE_BY_SIDE))
-            planes = max(planes, tiles * choice.splits(shape.d_in))
-        self._grow(wanted, planes)
+            bands = -(-tiles // SIDE_BY_SIDE)
+            wanted[name] = _Capacity(max_tokens * tiles, max_tokens * tasks, max_tokens * bands)
+            splits = max(choice.splits(shape.d_in) for choice in choices)
+            planes = max(planes, max_tokens * tiles * splits)
+        self._grow(wanted)
+        self.planes(planes, 1)
+        self._is_fixed = True
 
     @property
     def nbytes(self) -> int:
@@ -316,6 +333,7 @@ class WorkLists:
         """Flat fp32 scratch for `num_rows` x `splits` partial sums of 16 ranks."""
         needed = num_rows * splits * TILE_RANKS
         if self._planes.numel() < needed:
+            assert not self._is_fixed, "a rank above Segments' max_rank"
             self._planes = torch.empty(needed, dtype=torch.float32, device=self.table.device)
         return self._planes
 
@@ -335,12 +353,13 @@ class WorkLists:
                 num_tasks=num_tokens * tasks,
             )
 
-    def _grow(self, wanted: Mapping[str, _Capacity], plane_rows: int) -> None:
+    def _grow(self, wanted: Mapping[str, _Capacity]) -> None:
         device = self.table.device
         if not all(
             name in self._capacity and self._capacity[name].covers(need)
             for name, need in wanted.items()
         ):
+            assert not self._is_fixed, "a rank above Segments' max_rank"
             self._capacity = dict(wanted)
             caps = list(wanted.values())
             margin = self.chip.num_sms  # the smallest grid reads that many records
@@ -353,7 +372,6 @@ class WorkLists:
             self._bands = torch.zeros(
                 sum(c.bands for c in caps) + margin, 8, dtype=torch.int32, device=device
             )
-        self.planes(plane_rows, 1)
 
     def update(
         self, permutation: IntArray, indptr: IntArray, slots: IntArray, num_tokens: int
@@ -364,9 +382,9 @@ class WorkLists:
         for name, shape in self.shapes.items():
             pieces = cut(indptr, slots, choices[name].block_m)
             found[name] = list_runs(self.table, shape, choices[name], pieces)
-        self._grow(
-            {n: _Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()}, 0
-        )
+        self._grow({n: _Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()})
+        for name, runs in found.items():
+            self.planes(runs.plane_rows, choices[name].splits(self.shapes[name].d_in))
         self._set_groups(choices, found)
         self._write(found, permutation)
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from lora_cases import SHAPES, check, inputs, run, small_fleet
+from lora_cases import LAYERS, PAGE_BYTES, SHAPES, check, inputs, run, small_fleet
 
 from multilora_kernels import lora_choice
 from multilora_kernels.add_lora import add_lora
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.segments import Segments
-from multilora_kernels.testing import Fleet
+from multilora_kernels.testing import Fleet, make_fleet
 
 pytestmark = pytest.mark.interpreter
 SLOTS = [0, 3, 11, 3, 1, 7, 2, 0, 4, 5, 6, 8, 9, 10, 3, 11]
@@ -23,7 +23,9 @@ def fleet() -> Fleet:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_decode_reaches_fp64_for_every_rank_and_shared_segments(fleet: Fleet, group: str) -> None:
-    check(fleet, SLOTS, group, 5, [1] if group == "gate_up" else range(2))
+    # Every adapter and both layers through one group; the others differ in their shapes only.
+    slots, layers = (SLOTS, (0, 1)) if group == "qkv" else (SLOTS[1:9], (1,))
+    check(fleet, slots, group, 5, layers)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -63,26 +65,26 @@ def test_buffers_are_written_in_place_and_follow_every_build(fleet: Fleet) -> No
     sizes = {name: (group.num_tiles, group.num_tasks) for name, group in lists.groups.items()}
     assert sizes["qkv"] == (18, 18) and sizes["down"] == (6, 6)
     buffers = [
-        lists.groups["qkv"].tiles.data_ptr(),
+        lists.groups["o"].tiles.data_ptr(),
         lists.rows.data_ptr(),
         lists._planes.data_ptr(),
     ]
-    captured = lists.groups["qkv"]
-    x, y = inputs(fleet, 6, "qkv", 3)
+    captured = lists.groups["o"]
+    x, y = inputs(fleet, 6, "o", 3)
     before = y.clone()
-    add_lora(y, x, fleet.pool, fleet.table, segments, 0, "qkv")
+    add_lora(y, x, fleet.pool, fleet.table, segments, 0, "o")
     assert torch.equal(y, before)
     for slots in ([7, 6, 6, 5, 0, 1], [0, 0, 0, 2, 0, 0], [0] * 6):
         segments.build(slots)
         assert segments.lists(fleet.table) is lists
-        again = lists.groups["qkv"]
+        again = lists.groups["o"]
         assert [again.tiles.data_ptr(), lists.rows.data_ptr(), lists._planes.data_ptr()] == buffers
         # Replay: the launch sizes of the capture, the contents of this build.
-        lists.groups["qkv"] = captured
+        lists.groups["o"] = captured
         y, expected = before.clone(), before.clone()
         segments._is_capture = True
-        add_lora(y, x, fleet.pool, fleet.table, segments, 0, "qkv")
-        run(fleet, x, expected, slots, "qkv", [0])
+        add_lora(y, x, fleet.pool, fleet.table, segments, 0, "o")
+        run(fleet, x, expected, slots, "o", [0])
         assert torch.equal(y, expected)
 
 
@@ -95,3 +97,26 @@ def test_building_the_same_rows_again_writes_nothing(fleet: Fleet) -> None:
     assert segments.lists(fleet.table).rows[0] == -7
     segments.build([1, 2, 0, 2])
     assert segments.lists(fleet.table).rows[:3].tolist() == [0, 1, 3]
+
+
+def test_fixed_buffers_hold_the_worst_step_and_refuse_more(fleet: Fleet) -> None:
+    """Every row its own adapter of the highest rank: nothing may move under a captured graph."""
+    segments = Segments(8, "cpu", max_rank=16)
+    segments.build([2, 3, 2, 3, 2, 3, 2, 3])
+    lists = segments.lists(fleet.table)
+    places = [lists._tiles.data_ptr(), lists._tasks.data_ptr(), lists._planes.data_ptr()]
+    segments.build([2, 3, 0, 0, 0, 0, 0, 0])
+    now = segments.lists(fleet.table)
+    assert [now._tiles.data_ptr(), now._tasks.data_ptr(), now._planes.data_ptr()] == places
+    with pytest.raises(AssertionError, match="max_rank"):
+        segments.build([7] * 8)
+
+
+def test_bands_of_small_segments_fit_the_fixed_buffers() -> None:
+    """A segment takes whole bands, however few tiles it has."""
+    fleet = make_fleet(
+        [{(0, "o_proj"): 8}] * 6, SHAPES, LAYERS, PAGE_BYTES, torch.float32, "cpu", 4
+    )
+    segments = Segments(6, "cpu", max_rank=8)
+    segments.build([1, 2, 3, 4, 5, 6])
+    assert segments.lists(fleet.table).groups["o"].num_bands == 6
