@@ -69,10 +69,7 @@ def _quantise_int4(
     num_out, num_in = weight.shape
     groups = weight.reshape(num_out, -1, num_in if group == -1 else group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    if symmetric:
-        scale = groups.abs().amax(-1) / 7.5
-    else:
-        scale = (high - low) / 15
+    scale = groups.abs().amax(-1) / 7.5 if symmetric else (high - low) / 15
     scale = torch.where(scale == 0, 1.0, scale).to(scale_dtype)
     wide = scale.float()
     zero = torch.full_like(wide, 8.0) if symmetric else (-low / wide).round().clamp(0, 15)
