@@ -22,13 +22,18 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """`num_bytes` in binary units with three significant digits: `26.0 MiB`."""
+    """`num_bytes` in binary units with three significant digits: `26.2 MiB`, `1020 KiB`."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{num_bytes} B" if unit == "B" else f"{_digits(size)} {unit}"
         size /= 1024
     return f"{size:.3g} TiB" if size < 1000 else f"{size:,.0f} TiB"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never with an exponent: `1e+03` reads like an accident."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def parse_duration(text: str) -> float:
@@ -42,8 +47,8 @@ def parse_duration(text: str) -> float:
 def format_duration(seconds: float) -> str:
     """`seconds` in the unit that reads best: `3.2 ms`, `4.0 s`, `2.5 h`."""
     if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
+        return f"{_digits(seconds * 1000)} ms"
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 86400:.3g} d"
+            return f"{_digits(seconds / unit)} {name}"
+    return f"{_digits(seconds / 86400)} d"

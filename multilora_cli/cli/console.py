@@ -5,11 +5,13 @@ has made its control characters visible; rich is given Text objects only, never 
 """
 
 import json
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -69,7 +71,7 @@ class Console:
     def line(self, text: str = "") -> None:
         """One line for people; nothing in JSON mode."""
         if not self.as_json:
-            self._write(self._stdout, clean(text) + "\n")
+            self._write(self._stdout, _fitted(clean(text), self._stdout) + "\n")
 
     def text(self, text: str) -> None:
         """Text as it streams in, newlines and tabs kept, no line end added."""
@@ -78,7 +80,7 @@ class Console:
     def note(self, text: str) -> None:
         """Something said beside the result, on stderr; nothing when quiet or in JSON mode."""
         if not self.quiet and not self.as_json:
-            self._write(self._stderr, clean(text) + "\n")
+            self._write(self._stderr, _fitted(clean(text), self._stderr) + "\n")
 
     def value(self, value: Any) -> None:
         """The result as JSON; only in JSON mode."""
@@ -94,7 +96,8 @@ class Console:
         lines = [f"error: {clean(line)}" for line in message.splitlines() or [""]]
         if hint:
             lines.append(f"hint: {clean(hint)}")
-        self._write(self._stderr, "\n".join(lines) + "\n")
+        fitted = (_fitted(line, self._stderr) for line in lines)
+        self._write(self._stderr, "\n".join(fitted) + "\n")
 
     def table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = ""
@@ -112,7 +115,11 @@ class Console:
         table = Table(title=Text(clean(title)) if title else None, title_justify="left")
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(_numeric(row[index]) for row in rows)
-            table.add_column(Text(clean(column)), justify="right" if numeric else "left")
+            # The first column names the row: the others give way, and nothing is cut off.
+            justify: Literal["left", "right"] = "right" if numeric else "left"
+            table.add_column(
+                Text(clean(column)), justify=justify, no_wrap=index == 0, overflow="fold"
+            )
         for row in rows:
             table.add_row(*(Text(clean(cell)) for cell in row))
         self.render(table)
@@ -189,6 +196,17 @@ class Phases:
         elif self._console is not None and phase not in self._tasks:
             self._tasks[phase] = True
             self._console.note(f"{phase} ...")
+
+
+def _fitted(text: str, stream: IO[str]) -> str:
+    """`text` broken between words where a terminal would break inside one."""
+    if stream.closed or not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    if len(text) < width or width < 20:
+        return text
+    lines = textwrap.wrap(text, width - 1, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _numeric(cell: object) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _PHASES = {
     "base": "finding the base",
     "adapters": "reading adapter headers",
+    "import": "starting PyTorch",
     "weights": "loading weights",
     "pool": "taking memory",
 }
@@ -128,6 +129,8 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
             "memory": "\n".join(_memory_lines(ready)),
             "pool": f"{ready.num_pages} pages of {format_size(page)} for KV and adapters",
             "address": f"{url}/v1",
+            "docs": f"{url}/docs",
+            "chat": f"mlora chat --url {url}",
             **({"notes": "\n".join(ready.notes)} if ready.notes else {}),
         },
     )

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from multilora_cli.cli.console import Console, clean
+from multilora_cli.units import format_duration, format_size
 
 HOSTILE = [
     "\x1b[31mred\x1b[0m",
@@ -129,6 +130,40 @@ def test_tables_are_tab_separated_over_a_pipe() -> None:
     quiet, stream = written(quiet=True)
     quiet.table(("name",), [("a",)])
     assert stream.getvalue() == "a\n"
+
+
+def test_a_terminal_breaks_lines_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "8 of 8 adapters fit on the device at once; then 390016 tokens of KV are left"
+    console, stream = written(tty=True)
+    console.line(text)
+    console.error(text, text)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) < 40 and len(lines) == 2 + 3 + 3
+    assert " ".join(lines) == f"{text} error: {text} hint: {text}"
+    console, stream = written()
+    console.line(text)
+    assert stream.getvalue() == text + "\n"
+
+
+def test_a_narrow_terminal_cuts_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an operator copies from a table is whole."""
+    monkeypatch.setenv("COLUMNS", "60")
+    console, stream = written(tty=True)
+    modules = "q k v o gate up down"
+    console.table(
+        ("adapter", "tier", "modules"), [("shipping-glossary-of-acme", "hot", modules)] * 2
+    )
+    assert stream.getvalue().count("shipping-glossary-of-acme") == 2
+    assert "\u2026" not in stream.getvalue()
+
+
+def test_sizes_and_durations_have_no_exponents() -> None:
+    assert format_size(1020 * 1024) == "1020 KiB"
+    assert format_size(26 * 2**20 + 2**18) == "26.2 MiB"
+    assert format_size(1023 * 2**30) == "1023 GiB"
+    assert format_duration(0.9999) == "1000 ms"
+    assert format_duration(0.0067) == "6.7 ms"
 
 
 def test_progress_over_a_pipe_is_one_line_a_phase() -> None:
