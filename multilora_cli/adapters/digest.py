@@ -40,10 +40,15 @@ def content_digest(adapter: AdapterFile, memory: DigestMemory = _MEMORY) -> str:
 
     Raises AdapterError when a file is no longer the one that was read.
     """
-    digest = memory.get(adapter.files)
+    return files_digest(adapter.files, memory)
+
+
+def files_digest(files: tuple[FileIdentity, ...], memory: DigestMemory = _MEMORY) -> str:
+    """`content_digest` of an adapter of `files`: the config, then the weight files by name."""
+    digest = memory.get(files)
     if digest is None:
-        digest = _hash(adapter.files)
-        memory.put(adapter.files, digest)
+        digest = _hash(files)
+        memory.put(files, digest)
     return digest
 
 

@@ -33,7 +33,7 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 
 _BIN_NAME = "adapter_model.bin"
-_SHARD = re.compile(r"adapter_model-\d{1,6}-of-\d{1,6}\.safetensors")
+SHARD = re.compile(r"adapter_model-\d{1,6}-of-\d{1,6}\.safetensors")
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file('
     "{k: v.contiguous() for k, v in"
@@ -178,7 +178,7 @@ def _adapter_folder(folder: Path) -> tuple[Path, tuple[str, ...]]:
 def _read_headers(folder: Path) -> tuple[tuple[SafetensorsHeader, ...], tuple[str, ...]]:
     """The headers of the one weight file, or of all shards that the index lists."""
     names = set(os.listdir(folder))
-    shards = sorted(name for name in names if _SHARD.fullmatch(name))
+    shards = sorted(name for name in names if SHARD.fullmatch(name))
     notes = []
     if _BIN_NAME in names:
         notes.append(f"{_BIN_NAME} is ignored, {WEIGHTS_NAME} is read")
@@ -206,7 +206,7 @@ def _read_shards(folder: Path) -> tuple[SafetensorsHeader, ...]:
     index: Any = read_json(path)
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(
-        isinstance(name, str) and _SHARD.fullmatch(name) for name in where.values()
+        isinstance(name, str) and SHARD.fullmatch(name) for name in where.values()
     ):
         raise AdapterError(
             f"{path}: weight_map: expected an object of tensor names and shard file names",

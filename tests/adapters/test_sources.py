@@ -38,8 +38,8 @@ def test_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("hf://org/name@main", "not yet"),
-        ("s3://bucket/a/", "not yet"),
+        ("hf://org/name@main", "no disk cache"),
+        ("s3://bucket/a/", "no disk cache"),
         ("https://host/a", "a URL"),
         ("file:/etc", "a URL"),
         ("", "printable"),

@@ -6,14 +6,26 @@ from pathlib import Path
 from multilora_cli.adapters.source.base import Source, SourceContext
 from multilora_cli.adapters.source.demo import DemoSource
 from multilora_cli.adapters.source.dummy import DummySource
+from multilora_cli.adapters.source.hub import open_hub, parse_hub
 from multilora_cli.adapters.source.local import LocalSource, is_url
+from multilora_cli.adapters.source.remote import Fetched, RemoteSource
+from multilora_cli.adapters.source.s3 import open_s3, parse_s3
+from multilora_cli.adapters.store import DiskStore
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 
-_SOURCES: Mapping[str, Source] = {"demo": DemoSource(), "dummy": DummySource()}
+REMOTE: Mapping[str, RemoteSource] = {
+    "hf": RemoteSource(parse_hub, open_hub),
+    "s3": RemoteSource(parse_s3, open_s3),
+}
+_SOURCES: Mapping[str, Source] = {"demo": DemoSource(), "dummy": DummySource(), **REMOTE}
 _LOCAL: Source = LocalSource()
-_NOT_YET = {"hf": "the Hugging Face Hub", "s3": "S3"}
+
+
+def is_remote(spec: str) -> bool:
+    """Whether `spec` is fetched from a hub or a bucket."""
+    return spec.startswith(("hf://", "s3://"))
 
 
 def resolve_source(
@@ -22,31 +34,32 @@ def resolve_source(
     relative_to: Path,
     geometry: ModelGeometry | None = None,
     cache: Path | None = None,
+    store: DiskStore | None = None,
+    digest: str | None = None,
 ) -> Path:
-    """The folder that `spec` stands for. Raises AdapterError.
+    """The folder that `spec` stands for. Raises AdapterError, AdapterUnavailable.
 
     Args:
-        spec: a folder, `demo:NAME`, or `dummy:rank=16,targets=all,seed=3`.
+        spec: a folder, `demo:NAME`, `dummy:rank=16,targets=all,seed=3`, `hf://org/name@revision`
+            or `s3://bucket/prefix/`.
         relative_to: what relative folders are relative to, such as the fleet file's folder.
         geometry: the base's shape, which `dummy:` needs.
         cache: where `dummy:` writes its folders; made if missing.
+        store: where remote adapters are kept.
+        digest: sha256 hex, with or without `sha256:`; other remote content is refused.
     """
-    context = SourceContext(relative_to, geometry, cache)
+    wanted = digest.removeprefix("sha256:") if digest else None
+    context = SourceContext(relative_to, geometry, cache, store, wanted)
     scheme, separator, rest = spec.partition(":")
     if separator and scheme in _SOURCES:
         return _SOURCES[scheme].resolve(rest, context)
-    if separator and scheme in _NOT_YET and rest.startswith("//"):
-        raise AdapterError(
-            f"source {quoted(spec)}: not yet: adapters are not fetched from {_NOT_YET[scheme]}",
-            reason="source",
-            hint="download the adapter and name its folder",
-        )
     if is_url(spec):
         raise AdapterError(
-            f"source {quoted(spec)}: a URL; expected a folder, demo:NAME or dummy:...",
+            f"source {quoted(spec)}: a URL; expected a folder, demo:NAME, dummy:...,"
+            " hf://org/name or s3://bucket/prefix/",
             reason="source",
         )
     return _LOCAL.resolve(spec, context)
 
 
-__all__ = ["Source", "SourceContext", "resolve_source"]
+__all__ = ["REMOTE", "Fetched", "Source", "SourceContext", "is_remote", "resolve_source"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from multilora_cli.adapters.store import DiskStore
 from multilora_cli.sizing.geometry import ModelGeometry
 
 
@@ -14,6 +15,8 @@ class SourceContext:
     relative_to: Path
     geometry: ModelGeometry | None = None
     cache: Path | None = None
+    store: DiskStore | None = None  # where remote adapters are kept
+    digest: str | None = None  # sha256 hex of the only content that will do
 
 
 class Source(Protocol):
