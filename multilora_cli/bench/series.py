@@ -8,7 +8,7 @@ import numpy as np
 from multilora_cli.bench.loadgen import LoadResult
 
 _POINTS = 101
-_BINS = 60
+_MAX_BINS, _MIN_BIN_S = 60, 0.25  # shorter bins would show single steps, not a rate
 
 
 def cdf(values: Iterable[float | None]) -> list[float]:
@@ -21,7 +21,8 @@ def cdf(values: Iterable[float | None]) -> list[float]:
 
 def timeline(result: LoadResult) -> dict[str, Any]:
     """Output tokens/s and requests in flight over time, in equal bins."""
-    edges = np.linspace(0.0, max(result.duration_s, 1e-9), _BINS + 1)
+    bins = int(min(max(result.duration_s / _MIN_BIN_S, 4), _MAX_BINS))
+    edges = np.linspace(0.0, max(result.duration_s, 1e-9), bins + 1)
     width = float(edges[1])
     good = [record for record in result.records if record.times_s]
     times = np.concatenate([np.asarray(r.times_s) for r in good] or [np.empty(0)])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from multilora_cli.bench.campaign import Settings, Side, run_program
 from multilora_cli.bench.churn import Mark
 from multilora_cli.bench.environment import command_line, commit, environment
 from multilora_cli.bench.loopback import Loopback, Script
-from multilora_cli.bench.measure import Slo
+from multilora_cli.bench.measure import Slo, measure
 from multilora_cli.bench.page import render_page, write_page
 from multilora_cli.bench.report import (
     SCHEMA,
@@ -162,13 +163,8 @@ def test_a_report_in_which_nothing_succeeded_can_still_be_read() -> None:
             settings = Settings(ended=lambda done: None)
             passes, notes = await run_program([side], program, settings)
             bad = passes[0].result.records[0]
-            broken = [type(bad)(
-                0, "base", None, 0.0, 0.0, None, 1.0, bad.times_s[:0], None, 8, 0, 0, True, "http_500"
-            )]  # fmt: skip
-        from dataclasses import replace
-
-        from multilora_cli.bench.measure import measure
-
+            none = bad.times_s[:0]
+            broken = [replace(bad, first_s=None, times_s=none, output_tokens=0, error="http_500")]
         done = replace(
             passes[0],
             result=replace(passes[0].result, records=tuple(broken)),

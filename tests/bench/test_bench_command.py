@@ -1,0 +1,237 @@
+"""`mlora bench` at the command line, against pretended servers and once against our own."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from multilora_cli.bench.loopback import Loopback, Script
+from multilora_cli.cli.app import app
+from multilora_cli.cli.bench_run import parse_rate, pick_preset
+from multilora_cli.cli.bench_view import describe
+from multilora_cli.errors import BadInput
+from tests.e2e.serving import Served, start
+
+FLEET = Path(__file__).parents[2] / "fleet.example.yaml"
+MODELS = ("base", "org/a", "b", "c", "not-a-folder")
+
+
+class Threaded:
+    """A pretended server in a thread of its own."""
+
+    def __init__(self, script: Script) -> None:
+        self.server = Loopback(script)
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Loopback:
+        self._thread.start()
+        assert self._started.wait(30)
+        return self.server
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        async with self.server:
+            self._started.set()
+            await self._stop.wait()
+
+
+@pytest.fixture
+def server() -> Iterator[Loopback]:
+    with Threaded(Script(models=MODELS)) as running:
+        yield running
+
+
+def bench(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def test_heterogeneous_against_any_server_prints_one_table(server: Loopback) -> None:
+    result = bench("--url", server.url, "--heterogeneous", "--requests", "8", "--lengths", "8:3")
+    for label in ("base", "identical", "skewed", "uniform", "distinct", "TTFT p99", "vs base"):
+        assert label in result.stdout
+    assert "the load generator took" in result.stdout
+
+
+def test_json_is_one_value_whose_counts_add_up(server: Loopback) -> None:
+    """A-OUT-12, A-API-18: names that are no folders are measured like any other, and counted."""
+    result = bench("--url", server.url + "/v1", "--json", "--requests", "8", "--rounds", "1",
+                   "--lengths", "8:3")  # fmt: skip
+    value = json.loads(result.stdout)
+    assert value["schema"] == "mlora.bench/1" and value["servers"][0]["own"] is False
+    asked = {"base": 5 + 1 - 5, **dict.fromkeys(MODELS[1:], 1)}  # the warm-up
+    for arm in value["arms"]:
+        for group in arm["measures"]["per_adapter"]:
+            name = "base" if group["name"] == "(base)" else group["name"]
+            asked[name] += group["requests"]
+    assert asked == dict(server.asked)
+    assert sum(asked.values()) == 5 * 8 + 5
+
+
+def test_files_are_written_and_compared(server: Loopback, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        bench("--url", server.url, "--preset", "smoke", "--report", str(tmp_path / f"{name}.html"),
+              "--output", str(tmp_path / f"{name}.json"), "-q")  # fmt: skip
+    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
+    result = bench("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json")
+    value = json.loads(result.stdout)
+    assert [row["arm"] for row in value["arms"]] == ["base", "skewed"]
+    assert value["differing"] == []
+    table = bench("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")).stdout
+    assert "tok/s B/A" in table and "skewed" in table
+
+
+def test_against_a_second_server_gives_ratios(server: Loopback) -> None:
+    with Threaded(Script(models=MODELS, gap_s=0.02)) as slower:
+        result = bench("--url", server.url, "--against", slower.url, "--preset", "smoke",
+                       "--rounds", "2", "--json")  # fmt: skip
+    value = json.loads(result.stdout)
+    sides = [server.url.removeprefix("http://"), slower.url.removeprefix("http://")]
+    assert [s["label"] for s in value["servers"]] == sides
+    rows = [r for r in value["against"] if r["metric"] == "output_tokens_per_s"]
+    assert [row["arm"] for row in rows] == ["base", "skewed"]
+    assert all(row["rounds"] == 2 and row["min"] <= row["mean"] <= row["max"] for row in rows)
+    assert server.asked == slower.asked
+
+
+def test_adapters_from_a_file_set_the_order_and_must_exist(
+    server: Loopback, tmp_path: Path
+) -> None:
+    names = tmp_path / "names"
+    names.write_text("c\n# a comment\n\nb\nc\n")
+    result = bench("--url", server.url, "--adapters-from", str(names), "--requests", "8",
+                   "--rounds", "1", "--lengths", "8:2", "--json")  # fmt: skip
+    arms = {arm["label"]: arm for arm in json.loads(result.stdout)["arms"]}
+    assert [g["name"] for g in arms["identical"]["measures"]["per_adapter"]] == ["c"]
+    assert set(server.asked) == {"base", "b", "c"}
+    names.write_text("c\nnobody\n")
+    result = bench("--url", server.url, "--adapters-from", str(names), code=2)
+    assert "no adapter nobody" in result.stderr and "Traceback" not in result.output
+    result = bench("--url", server.url, "--adapters-from", str(tmp_path / "none"), code=2)
+    assert "one name a line" in result.stderr
+
+
+def test_errors_are_counted_by_kind_and_do_not_end_the_run(tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    names.write_text("b\n")
+    script = Script(models=MODELS, failures=(("b", "other"),))
+    with Threaded(script) as server:
+        result = bench("--url", server.url, "--adapters-from", str(names), code=1)
+    assert "warm-up: b: wrong_model" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--preset", "punika"), "--preset punika: expected one of"),
+        (("--preset", "smoke", "--heterogeneous"), "give one of them"),
+        (("--rate", "-1"), "--rate -1"),
+        (("--rate", "nan"), "--rate nan"),
+        (("--prompts", "poems"), "--prompts poems"),
+        (("--slo", "speed=1"), "--slo speed=1"),
+        (("--lengths", "x"), "--lengths x"),
+        (("--against", "nowhere"), "--against nowhere"),
+        (("--report", "/no/such/folder/x.html"), "--report /no/such/folder/x.html"),
+    ],
+)
+def test_mistakes_are_one_line_each(server: Loopback, arguments, text) -> None:
+    result = bench("--url", server.url, *arguments, code=2)
+    assert f"error: {text}" in result.stderr or text in result.stderr
+    assert "Traceback" not in result.output
+    assert sum(server.asked.values()) == 0
+
+
+def test_a_server_that_is_not_there_is_exit_code_3() -> None:
+    result = bench("--url", "http://127.0.0.1:9", "--heterogeneous", code=3)
+    assert "127.0.0.1:9" in result.stderr and "Traceback" not in result.output
+
+
+def test_a_fleet_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    result = bench(str(tmp_path / "none.yaml"), code=2)
+    assert "none.yaml" in result.stderr
+
+
+def test_offline_is_refused_in_words() -> None:
+    assert "not yet" in bench("--offline", code=1).stderr
+
+
+def test_rates_presets_and_the_live_line() -> None:
+    from multilora_cli.bench.loadgen import Progress
+
+    assert parse_rate(None) is None and parse_rate("inf") == float("inf")
+    assert pick_preset(None, True) == "heterogeneous" and pick_preset("churn", False) == "churn"
+    with pytest.raises(BadInput):
+        pick_preset("x", False)
+    text = describe("skewed", Progress(3, 9, 2, 1, 41.6, 0.25))
+    assert text == "skewed: 3 of 9 done, 2 in flight, 42 tok/s, TTFT 250 ms, 1 failed"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = start(FLEET, "--port", "0", log=tmp_path_factory.mktemp("demo") / "log")
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def test_the_demo_fleet_agrees_with_our_counts(demo: Served) -> None:
+    """A-API-18, A-OUT-12 on the real server: its own counters say what the report says."""
+    before = {name: row["requests"] for name, row in demo.adapters().items()}
+    result = bench("--url", demo.url, "--preset", "smoke", "--requests", "6", "--json")
+    value = json.loads(result.stdout)
+    sent = dict.fromkeys(before, 0)
+    for arm in value["arms"]:
+        found = arm["measures"]
+        assert found["errors"] == {} and found["completed"] == 6 and found["usage_counted"]
+        assert found["server_agrees"] is True
+        assert found["output_length"]["total"] == sum(
+            group["output_tokens"] for group in found["per_adapter"]
+        )
+        for group in found["per_adapter"]:
+            if group["name"] != "(base)":
+                sent[group["name"]] += group["requests"]
+    skewed = value["arms"][1]["measures"]
+    assert skewed["hit_ratio"] == 1.0 and skewed["loads"] == 0  # the warm-up loaded them
+    used = {name for name, count in sent.items() if count}
+    for name, row in demo.adapters().items():
+        warm_up = 1 if name in used else 0
+        assert row["requests"] == before[name] + sent[name] + warm_up
+
+
+def test_churn_on_the_demo_fleet_shows_no_errors(demo: Served) -> None:
+    result = bench("--url", demo.url, "--preset", "churn", "--requests", "8", "--rounds", "1",
+                   "--concurrency", "2", "--lengths", "8:24", "--json")  # fmt: skip
+    value = json.loads(result.stdout)
+    calm, churn = value["arms"]
+    assert calm["measures"]["errors"] == churn["measures"]["errors"] == {}
+    marks = churn["timeline"]["marks"]
+    assert marks and not any(mark["error"] for mark in marks)
+    assert len(demo.adapters()) == 8  # whatever was unloaded is back
+
+
+def test_cold_start_on_the_demo_fleet_tells_tiers(demo: Served) -> None:
+    """A-PERF-05: first uses, resident and freshly loaded adapters are told apart."""
+    result = bench("--url", demo.url, "--preset", "cold-start", "--lengths", "8:4", "--json")
+    value = json.loads(result.stdout)
+    arms = {arm["label"]: arm["measures"] for arm in value["arms"]}
+    assert list(arms) == ["first use", "resident", "after reload", "base"]
+    assert [g["name"] for g in arms["resident"]["per_tier"]] == ["hot"]
+    assert arms["resident"]["loads"] == 0 and arms["resident"]["hit_ratio"] == 1.0
+    assert [g["name"] for g in arms["after reload"]["per_tier"]] == ["warm"]
