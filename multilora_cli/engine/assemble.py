@@ -120,7 +120,11 @@ class _Assembly:
 
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device."""
-        segments = Segments(self.config.max_num_batched_tokens, self.allocation.device)
+        segments = Segments(
+            self.config.max_num_batched_tokens,
+            self.allocation.device,
+            max_rank=self.config.max_lora_rank,
+        )
         builder = BatchBuilder(self.buffer.pages, self.table, segments)
         return ModelRunner(decoder, builder, self.buffer.pages, self.failpoints)
 
