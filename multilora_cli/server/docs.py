@@ -33,7 +33,8 @@ _STYLE = (
     "code,pre{font:13px ui-monospace,monospace}pre{background:#f5f5f5;padding:.8rem;"
     "overflow:auto}table{border-collapse:collapse;width:100%}td,th{text-align:left;"
     "vertical-align:top;padding:.25rem .8rem .25rem 0;border-bottom:1px solid #eee}"
-    ".policy{color:#666;font-size:13px}"
+    "td{overflow-wrap:anywhere}td:first-child{min-width:min(15rem,40vw)}"
+    "h2 code{font-size:17px;font-weight:600}.policy{color:#666;font-size:13px}"
 )
 
 
@@ -96,11 +97,14 @@ def docs_page(document: Mapping[str, Any]) -> str:
     """One HTML page without scripts, fonts or addresses of other machines."""
     title = html.escape(document["info"]["title"])
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>",
+        f"<!doctype html><html lang=en><meta charset=utf-8>"
+        f"<meta name=viewport content='width=device-width'><title>{title}</title>",
         f"<style>{_STYLE}</style><h1>{title}</h1>",
         "<p>OpenAI-compatible. Failures are <code>{&quot;error&quot;: {message, type, param,"
         " code}}</code>; every reply has an <code>x-request-id</code>. Machine-readable:"
         " <a href=/openapi.json>/openapi.json</a>.</p>",
+        "<p>Where keys are set, <i>tenant</i> needs any of them and <i>admin</i> the admin key, as"
+        " <code>Authorization: Bearer KEY</code>; <i>public</i> needs none.</p>",
     ]
     schemas = document["components"]["schemas"]
     for path, operations in document["paths"].items():
