@@ -26,7 +26,7 @@ Preset = Literal[
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 POPULARITIES = ("identical", "skewed", "uniform", "distinct")
 TABLE3_ADAPTERS = (1, 5, 100, 1000, 2000)
-Action = Literal["none", "churn", "reload"]
+Action = Literal["none", "churn", "reload", "to warm", "to cold"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Arm:
-    """One load. `action`: what happens to adapters before (reload) or during it (churn)."""
+    """One load. `action`: what happens to its adapters, before it or (churn) during it."""
 
     label: str
     requests: tuple[BenchRequest, ...]
@@ -230,7 +230,7 @@ def _power_law(rng: np.random.Generator, count: int) -> int:
 
 
 def _cold_start(workload: Workload, room: Room) -> Program:
-    """One request an adapter, one after the other: first use, resident, and after a load."""
+    """One request an adapter, one after the other, from every place an adapter can be in."""
     count = min(workload.requests or room.num_adapters, room.num_adapters)
     requests = _same_lengths(replace(workload, rate=None), count, "32:8")
     asked = _asking(requests, range(count))
@@ -238,10 +238,15 @@ def _cold_start(workload: Workload, room: Room) -> Program:
     arms = (
         Arm("first use", asked, one),
         Arm("resident", asked, one),
+        Arm("from host memory", asked, one, action="to warm"),
+        Arm("from disk", asked, one, action="to cold"),
         Arm("after reload", asked, one, action="reload"),
         Arm("base", tuple(requests), one),
     )
-    notes = ["the first use is a cold start only on a server that has served nothing yet"]
+    notes = [
+        "the first use is a cold start only on a server that has served nothing yet",
+        "from disk means from its files, which the system may still have in memory",
+    ]
     return Program("cold-start", arms, 1, warm_up=False, notes=tuple(notes))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from multilora_cli.bench.arms import Arm, Program
-from multilora_cli.bench.churn import Mark, churning, reload
+from multilora_cli.bench.churn import Mark, churning, evict, reload
 from multilora_cli.bench.loadgen import (
     Load,
     LoadResult,
@@ -68,12 +68,11 @@ async def run_program(
     for side in sides:
         await _warm_up(side, program, settings)
     for turn, side, arm in _turns(sides, program):
-        if arm.action == "reload":
-            try:
-                await reload(side.target, _used(side, arm))
-            except BadInput as error:
-                notes.append(f"{arm.label} is left out: {error.message}")
-                continue
+        try:
+            await _prepare(side, arm)
+        except BadInput as error:
+            notes.append(f"{arm.label} is left out: {error.message}")
+            continue
         done = await _one_pass(side, arm, turn, settings)
         passes.append(done)
         if settings.ended is not None:
@@ -97,6 +96,14 @@ def _turns(sides: Sequence[Side], program: Program) -> Iterator[tuple[_Turn, Sid
                 yield _Turn(number, 1 + number * len(program.arms) + index), side, arm
 
 
+async def _prepare(side: Side, arm: Arm) -> None:
+    """Bring the arm's adapters where it wants them. BadInput where the server has no way to."""
+    if arm.action == "reload":
+        await reload(side.target, _used(side, arm))
+    elif arm.action in ("to warm", "to cold"):
+        await evict(side.target, _used(side, arm), cold=arm.action == "to cold")
+
+
 def planned(side: Side, arm: Arm) -> list[PlannedRequest]:
     """The arm's requests with the names that this side has."""
     rows = []
@@ -115,7 +122,7 @@ def planned(side: Side, arm: Arm) -> list[PlannedRequest]:
 
 
 async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pass:
-    before = await side.target.fleet()
+    before = await side.target.fleet(side.fleet.base)
     tell = settings.tell
     label = f"{side.label}: {arm.label}" if side.label else arm.label
     load = Load(
@@ -135,7 +142,7 @@ async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pa
     else:
         result = await run_load(side.target, requests, load)
     _stop_if_dead(side, result)
-    after = await side.target.fleet()
+    after = await side.target.fleet(side.fleet.base)
     tiers = {a.name: a.tier for a in before.adapters if a.tier is not None}
     known = Known({**settings.ranks, **before.ranks}, tiers)
     measures = measure(

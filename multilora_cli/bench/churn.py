@@ -52,6 +52,15 @@ async def reload(target: Target, adapters: Sequence[Adapter]) -> None:
         await target.load(adapter.name, path)
 
 
+async def evict(target: Target, adapters: Sequence[Adapter], *, cold: bool) -> None:
+    """Move adapters to host memory, or out of it too. BadInput where the server has no route."""
+    for adapter in adapters:
+        try:
+            await target.evict(adapter.name, cold=cold)
+        except BadInput as error:
+            raise BadInput(f"the server cannot evict on request: {error.message}") from None
+
+
 async def _probe(target: Target, adapters: Sequence[Adapter]) -> None:
     """Refuse before anything is unloaded, not after."""
     for adapter in adapters[:1]:

@@ -15,6 +15,7 @@ _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 _END = b"0\r\n\r\n"
+_LOADING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _STATUS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 500: b"Internal Server Error"}
 
 
@@ -112,7 +113,7 @@ class _Connection(asyncio.Protocol):
         body = json.loads(raw) if raw else {}
         if path == "/v1/models":
             self._reply(200, self._server.models())
-        elif path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        elif path in _LOADING or (path.startswith("/v1/adapters/") and path.endswith("/evict")):
             self._reply(*self._server.manage(path, body))
         elif method == b"POST" and path.endswith("completions"):
             self._complete(body, chat="chat" in path)

@@ -1,7 +1,7 @@
 """One OpenAI-style server under measurement: what it lists, and its load and unload routes."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -96,20 +96,33 @@ class Target:
             raise RuntimeError("the target is not open: use it as an async context manager")
         return self._session
 
-    async def fleet(self) -> Fleet:
-        """Base and adapters, with rank, tier and counters where the server tells. MloraError."""
+    async def fleet(self, base_name: str | None = None) -> Fleet:
+        """Base and adapters, with rank, tier and counters where the server tells. MloraError.
+
+        Adapters are the models that name a parent; where none does, all models but the base.
+        """
         cards = (await self._json("GET", "/v1/models")).get("data")
         if not isinstance(cards, list) or not cards or not all(map(_is_card, cards)):
             raise BadInput(f"{self.url}: /v1/models lists no model, so it cannot be measured")
-        base = next((card for card in cards if not card.get("parent")), cards[0])
+        base = self._base(cards, base_name)
+        others = [card for card in cards if card.get("parent")] or cards
         rows = await self._rows()
-        adapters = tuple(_adapter(card, rows.get(card["id"], {})) for card in cards if card != base)
+        adapters = tuple(
+            _adapter(card, rows.get(card["id"], {})) for card in others if card["id"] != base["id"]
+        )
         length = base.get("max_model_len")
         return Fleet(str(base["id"]), adapters, length if isinstance(length, int) else None)
 
-    async def check(self, name: str) -> None:
-        """Whether the server knows the model `name`. Raises MloraError."""
-        await self._json("GET", f"/v1/models/{quote(name)}")
+    def _base(self, cards: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+        if name is None:
+            return next((card for card in cards if not card.get("parent")), cards[0])
+        for card in cards:
+            if card["id"] == name:
+                return card
+        raise BadInput(
+            f"--model {name}: {public_url(self.url)} does not list it",
+            hint=f"it lists: {', '.join(str(card['id']) for card in cards[:5])}",
+        )
 
     async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
         """vLLM's route to load, or with `inplace` to replace, an adapter. Raises MloraError."""
@@ -121,6 +134,10 @@ class Target:
     async def unload(self, name: str) -> None:
         """vLLM's route to unload an adapter. Raises MloraError."""
         await self._json("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def evict(self, name: str, *, cold: bool = False) -> None:
+        """Our own route to move an adapter to host memory, or out of it too. Raises MloraError."""
+        await self._json("POST", f"/v1/adapters/{quote(name)}/evict", {"cold": cold})
 
     async def _rows(self) -> dict[str, dict[str, Any]]:
         """Our own listing by adapter name; empty where the server has none."""

@@ -60,6 +60,9 @@ def run(
         int | None, typer.Option(help="How often all loads take turns.", min=1, max=100)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0)] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="The base's name, where a server lists several models.")
+    ] = None,
     adapters_from: Annotated[
         str, typer.Option(help="models: the server's list; or a file with a name a line.")
     ] = "models",
@@ -115,6 +118,7 @@ def run(
         lengths=lengths,
         rounds=rounds,
         seed=seed,
+        model=model,
         adapters_from=adapters_from,
         prompts=prompts,
         ignore_eos=ignore_eos,

@@ -27,6 +27,7 @@ class BenchOptions:
     lengths: str | None
     rounds: int | None
     seed: int
+    model: str | None
     adapters_from: str
     prompts: str
     ignore_eos: bool
@@ -135,7 +136,7 @@ async def _sides(
     sides: list[Side] = []
     for label, address, key in places:
         target = await stack.enter_async_context(_target(address, key, options.timeout_s))
-        fleet = await target.fleet()
+        fleet = await target.fleet(None if sides else options.model)
         if sides and options.adapters_from == "models":
             adapters = _twins(sides[0], fleet)
         else:
@@ -229,7 +230,7 @@ def _fleet_ranks(path: Path | None) -> dict[str, int]:
     """Largest rank of every adapter of a fleet file, from the headers."""
     from multilora_cli.adapters.peft import read_adapter
     from multilora_cli.adapters.source import resolve_source
-    from multilora_cli.cli.base import cache_folder, fetch_config
+    from multilora_cli.cli.base import cache_folder, fetch_config, open_store
     from multilora_cli.fleet.expand import expand_adapters
     from multilora_cli.fleet.load import load_fleet
     from multilora_cli.sizing.geometry import read_geometry
@@ -237,12 +238,16 @@ def _fleet_ranks(path: Path | None) -> dict[str, int]:
     loaded = load_fleet(path)
     geometry = read_geometry(fetch_config(loaded))
     ranks = {}
-    for adapter in expand_adapters(loaded):
+    adapters = expand_adapters(loaded)
+    store = open_store(loaded, adapters)
+    for adapter in adapters:
         folder = resolve_source(
             adapter.source,
             relative_to=loaded.folder,
             geometry=geometry,
             cache=cache_folder() / "dummy",
+            store=store,
+            digest=adapter.digest,
         )
         file = read_adapter(folder, geometry, max_rank=loaded.fleet.limits.max_lora_rank)
         ranks[adapter.name] = max(file.ranks.values())

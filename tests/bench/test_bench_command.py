@@ -75,7 +75,7 @@ def test_json_is_one_value_whose_counts_add_up(server: Loopback) -> None:
                    "--lengths", "8:3")  # fmt: skip
     value = json.loads(result.stdout)
     assert value["schema"] == "mlora.bench/1" and value["servers"][0]["own"] is False
-    asked = {"base": 5 + 1 - 5, **dict.fromkeys(MODELS[1:], 1)}  # the warm-up
+    asked = dict.fromkeys(MODELS, 1)  # the warm-up
     for arm in value["arms"]:
         for group in arm["measures"]["per_adapter"]:
             name = "base" if group["name"] == "(base)" else group["name"]
@@ -143,6 +143,7 @@ def test_errors_are_counted_by_kind_and_do_not_end_the_run(tmp_path: Path) -> No
         (("--preset", "smoke", "--heterogeneous"), "give one of them"),
         (("--rate", "-1"), "--rate -1"),
         (("--rate", "nan"), "--rate nan"),
+        (("--model", "nobody"), "--model nobody"),
         (("--prompts", "poems"), "--prompts poems"),
         (("--slo", "speed=1"), "--slo speed=1"),
         (("--lengths", "x"), "--lengths x"),
@@ -231,7 +232,10 @@ def test_cold_start_on_the_demo_fleet_tells_tiers(demo: Served) -> None:
     result = bench("--url", demo.url, "--preset", "cold-start", "--lengths", "8:4", "--json")
     value = json.loads(result.stdout)
     arms = {arm["label"]: arm["measures"] for arm in value["arms"]}
-    assert list(arms) == ["first use", "resident", "after reload", "base"]
-    assert [g["name"] for g in arms["resident"]["per_tier"]] == ["hot"]
+    places = {"resident": "hot", "from host memory": "warm", "from disk": "cold"}
+    assert list(arms) == ["first use", *places, "after reload", "base"]
+    for label, tier in places.items():
+        assert [(g["name"], g["requests"]) for g in arms[label]["per_tier"]] == [(tier, 8)]
+    assert arms["from host memory"]["loads"] == 0 and arms["from disk"]["loads"] == 8
     assert arms["resident"]["loads"] == 0 and arms["resident"]["hit_ratio"] == 1.0
     assert [g["name"] for g in arms["after reload"]["per_tier"]] == ["warm"]

@@ -91,14 +91,21 @@ def test_a_cold_start_without_leave_to_load_leaves_that_arm_out() -> None:
     program = make_program("cold-start", Workload(lengths="8:2"), Room(4))
     passes, notes, (server,) = run(program, Script(models=MODELS, admin=False))
     assert [p.arm for p in passes] == ["first use", "resident", "base"]
-    assert any("after reload is left out" in note for note in notes)
+    for label in ("after reload", "from disk", "from host memory"):
+        assert any(f"{label} is left out" in note for note in notes)
     assert server.asked["a"] == 2  # no warm-up
 
 
 def test_reloads_before_an_arm_touch_what_it_uses() -> None:
     program = make_program("cold-start", Workload(lengths="8:2", requests=2), Room(4))
     passes, _, (server,) = run(program, Script(models=MODELS))
-    assert [p.arm for p in passes] == ["first use", "resident", "after reload", "base"]
+    assert [p.arm for p in passes] == [
+        "first use", "resident", "from host memory", "from disk", "after reload", "base",
+    ]  # fmt: skip
+    evicted = [(path, b["cold"]) for path, b in server.admin_calls if "evict" in path]
+    assert evicted == [
+        (f"/v1/adapters/{name}/evict", cold) for cold in (False, True) for name in ("a", "b")
+    ]
     unloaded = [b["lora_name"] for path, b in server.admin_calls if "unload" in path]
     assert unloaded == ["a", "b"]
 
