@@ -16,7 +16,14 @@ from multilora_cli.errors import MloraError
 from multilora_cli.sizing.quantization import Quantization
 from tests.engine.engine_kit import Rig, adapter_ref
 from tests.models.quantized_kit import KINDS, requantise
-from tests.signature import load_base, signature_adapter, signature_base
+from tests.signature import (
+    BOS,
+    deep_adapter,
+    deep_base,
+    load_base,
+    signature_adapter,
+    signature_base,
+)
 
 BASES = ("awq-128", "w4a16-asymmetric-32", "fp8-block", "w8a8-dynamic", "fp8-static", "fp8-dynamic")
 SIGNATURES = (None, 0, 20, 95, 96, 150, 191, None)
@@ -86,6 +93,31 @@ def test_mixed_batch_equals_solo(
     if form == "packed":
         monkeypatch.setattr(device_memory, "placed", placed_packed)
     check_mixed_batch(Rig(bases.base(name), max_num_batched_tokens=96), bases, 8)
+
+
+@pytest.mark.parametrize("name", ["awq-128", "awq-32", "w8a8-dynamic"])
+@pytest.mark.parametrize("form", ["dequantised", "packed"])
+def test_every_projection_of_every_layer(
+    bases: Bases, name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deepened F2: losing any of an adapter's 21 projections makes the text the base's.
+
+    Coarser storage bends the base itself by more than the chain allows.
+    """
+    if form == "packed":
+        monkeypatch.setattr(device_memory, "placed", placed_packed)
+    path = bases.folder / f"deep-{name}"
+    if not path.exists():
+        deep_base(path)
+        requantise(path, load_base(path), KINDS[name])
+    rig = Rig(path, pages=512, page=3 * 2 * 2 * 16 * 32 * 4)
+    wanted = {rig.submit([BOS, 5, 9, 11]): list(range(12, 20))}
+    for k in (3, 50, 77, 191):
+        folder = deep_adapter(bases.folder / f"d{k}", k)
+        adapter = adapter_ref(path, folder, f"d{k}")
+        wanted[rig.submit([BOS, 5, 9, 11], adapter)] = [k + 1] * 8
+    rig.run()
+    assert {request: rig.answer(request).tokens for request in wanted} == wanted
 
 
 @pytest.mark.parametrize("form", ["dequantised", "packed"])
