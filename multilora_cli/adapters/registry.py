@@ -18,6 +18,7 @@ from multilora_cli.adapters.digest import content_digest
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
 from multilora_cli.adapters.source import resolve_source
 from multilora_cli.adapters.source.local import allowed_folder
+from multilora_cli.adapters.store import DiskStore
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
@@ -32,7 +33,7 @@ class AdapterRequest:
     """An adapter as a fleet file or an operator names it."""
 
     name: str
-    source: str  # folder, demo:NAME or dummy:...
+    source: str  # folder, demo:NAME, dummy:..., hf://... or s3://...
     pin: Pin | None = None
     priority: int = 0
     digest: str | None = None  # sha256 hex or sha256:hex; anything else is refused
@@ -99,6 +100,7 @@ class Registry:
         relative_to: what relative source folders are relative to.
         roots: where `load` may read.
         cache: where `dummy:` adapters are written.
+        store: where remote adapters are kept; None: there are none.
     """
 
     def __init__(
@@ -108,11 +110,13 @@ class Registry:
         relative_to: Path = Path(),
         roots: Sequence[Path] = (),
         cache: Path | None = None,
+        store: DiskStore | None = None,
     ) -> None:
         self._base = base
         self._relative_to = relative_to
         self._roots = tuple(roots)
         self._cache = cache
+        self._store = store
         self._entries: dict[str, AdapterEntry] = {}  # by lower-case name, in order of arrival
         self._lock = threading.Lock()
         self._reading: dict[str, tuple[threading.Lock, int]] = {}
@@ -178,7 +182,7 @@ class Registry:
         """Make `request.name` stand for what its source holds now. Reads config and headers.
 
         The same content under the same name is `unchanged`; other content needs `replacing`, or a
-        failed entry in its place. Raises AdapterError.
+        failed entry in its place. Raises AdapterError, AdapterUnavailable.
         """
         self._check_name(request.name)
         with self._one_reader(request.name):
@@ -188,6 +192,8 @@ class Registry:
                 relative_to=self._relative_to,
                 geometry=self._base.geometry,
                 cache=self._cache,
+                store=self._store,
+                digest=request.digest,
             )
             return self._enter(request, path, replacing, expected_generation)
 
@@ -331,12 +337,16 @@ class Registry:
                 num_bound=len(adapter.weights),
                 num_bytes=adapter.num_weights * self._base.itemsize,
                 base_model_name=adapter.base_model_name,
-                notes=(*self._base.notes_on(adapter), *adapter.notes),
+                notes=(*self._notes_on(adapter), *adapter.notes),
                 pin=request.pin,
                 priority=request.priority,
             )
             self._entries[request.name.lower()] = entry
         return entry
+
+    def _notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
+        stored = self._store.notes_on(adapter.folder) if self._store is not None else ()
+        return (*stored, *self._base.notes_on(adapter))
 
     def _enter_failed(self, request: AdapterRequest, error: MloraError) -> None:
         now = time.time()

@@ -1,10 +1,15 @@
 """Where a fleet's base is, and what its compute dtype and storage will be. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multilora_cli.errors import ModelError, Unreachable
 from multilora_cli.fleet.load import LoadedFleet
+
+if TYPE_CHECKING:
+    from multilora_cli.adapters.store import DiskStore
+    from multilora_cli.fleet.schema import Adapter
 
 DEMO_BASE = "demo:base"
 Report = Callable[[str, int, int], None]
@@ -16,6 +21,16 @@ def cache_folder() -> Path:
 
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "mlora"
+
+
+def open_store(loaded: LoadedFleet, adapters: "Sequence[Adapter]") -> "DiskStore | None":
+    """Where remote adapters are kept, if there are any. Raises BadInput for an unsafe folder."""
+    from multilora_cli.adapters.source import is_remote
+    from multilora_cli.adapters.store import DiskStore
+
+    if not any(is_remote(adapter.source) for adapter in adapters):
+        return None
+    return DiskStore(cache_folder() / "adapters", loaded.fleet.memory.disk_cache)
 
 
 def local_base(loaded: LoadedFleet) -> Path | None:

@@ -199,19 +199,23 @@ def _adapters(loaded: "LoadedFleet", geometry: "ModelGeometry") -> "list[Adapter
     """Shapes from the headers; every bad adapter of the fleet is told in one run."""
     from multilora_cli.adapters.peft import read_adapter
     from multilora_cli.adapters.source import resolve_source
-    from multilora_cli.cli.base import cache_folder
+    from multilora_cli.cli.base import cache_folder, open_store
     from multilora_cli.errors import AdapterError
     from multilora_cli.fleet.expand import expand_adapters
     from multilora_cli.sizing.report import AdapterShape
 
     shapes, faults = [], []
-    for adapter in expand_adapters(loaded):
+    adapters = expand_adapters(loaded)
+    store = open_store(loaded, adapters)
+    for adapter in adapters:
         try:
             folder = resolve_source(
                 adapter.source,
                 relative_to=loaded.folder,
                 geometry=geometry,
                 cache=cache_folder() / "dummy",
+                store=store,
+                digest=adapter.digest,
             )
             file = read_adapter(folder, geometry, max_rank=loaded.fleet.limits.max_lora_rank)
         except AdapterError as error:

@@ -8,7 +8,15 @@ from pathlib import Path
 import msgspec
 
 from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
-from multilora_cli.cli.base import Report, cache_folder, compute_itemsize, fetch_base
+from multilora_cli.adapters.source import is_remote
+from multilora_cli.adapters.store import DiskStore
+from multilora_cli.cli.base import (
+    Report,
+    cache_folder,
+    compute_itemsize,
+    fetch_base,
+    open_store,
+)
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import MloraError
 from multilora_cli.fleet.expand import expand_adapters
@@ -51,7 +59,7 @@ def prepare(
     folder = fetch_base(loaded, report)
     geometry = read_geometry(folder)
     report("base", 1, 1)
-    registry = _registry(loaded, folder, geometry)
+    registry = _registry(loaded, folder, geometry, open_store(loaded, adapters))
     failures = _register(registry, adapters, report)
     digest = base_digest(folder)
     engine = _engine_config(loaded, folder, len(adapters), digest)
@@ -68,7 +76,9 @@ def prepare(
     )
 
 
-def _registry(loaded: LoadedFleet, folder: Path, geometry: ModelGeometry) -> Registry:
+def _registry(
+    loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, store: DiskStore | None
+) -> Registry:
     fleet = loaded.fleet
     base = ServedBase(
         geometry=geometry,
@@ -79,7 +89,11 @@ def _registry(loaded: LoadedFleet, folder: Path, geometry: ModelGeometry) -> Reg
         model=fleet.base.model,
     )
     return Registry(
-        base, relative_to=loaded.folder, roots=_roots(loaded), cache=cache_folder() / "dummy"
+        base,
+        relative_to=loaded.folder,
+        roots=_roots(loaded),
+        cache=cache_folder() / "dummy",
+        store=store,
     )
 
 
@@ -119,9 +133,10 @@ def _register(
         for adapter in adapters
     ]
     failures: list[tuple[str, MloraError]] = []
+    num_threads = 8 if any(is_remote(request.source) for request in requests) else 2
     for start in range(0, len(requests), 64):  # progress in steps a person can see
         report("adapters", start, len(requests))
-        failures += registry.register_all(requests[start : start + 64])
+        failures += registry.register_all(requests[start : start + 64], num_threads=num_threads)
     report("adapters", len(requests), len(requests))
     return tuple(failures)
 

@@ -18,8 +18,6 @@ def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
     fleet = loaded.fleet
     if fleet.base.kv_cache_dtype != "auto":
         yield "base.kv_cache_dtype", "KV is kept in the compute dtype"
-    if "disk_cache" in fleet.memory.model_fields_set:
-        yield "memory.disk_cache", "only local adapters are served, and read in place"
     for index, entry in enumerate(fleet.adapters):
         key = f"adapters.{index}"
         if isinstance(entry, AdapterPattern):
@@ -29,8 +27,6 @@ def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
 
 
 def _entry(entry: Adapter) -> Iterator[tuple[str, str]]:
-    if entry.source.startswith(("hf://", "s3://")):
-        yield "source", "download the adapter and name its folder"
     if entry.ttl is not None:
         yield "ttl", "idle adapters leave when others need their pages"
     if entry.chat_template != "base":
