@@ -108,9 +108,11 @@ class _Start:
         show_ready(self._console, self._startup, ready, url)
 
     def _on_draining(self, in_flight: int) -> None:
-        self._console.note(
-            f"stopping: {in_flight} requests in flight are finished first; again stops at once"
-        )
+        if in_flight == 0:
+            self._console.note("stopping")
+            return
+        count = "one request" if in_flight == 1 else f"{in_flight} requests"
+        self._console.note(f"stopping once {count} in flight ended; again stops at once")
 
 
 def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -> None:

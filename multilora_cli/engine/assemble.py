@@ -31,7 +31,6 @@ from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
-from multilora_cli.units import format_size
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
 
@@ -136,21 +135,15 @@ class _Assembly:
             "pool": self.buffer.nbytes,
             "tables": self.table.nbytes,
         }
-        planned = plan.parts()
-        notes = [
-            f"{part}: {format_size(got)} allocated, {format_size(planned[part])} planned"
-            for part, got in allocated.items()
-            if got != planned[part]
-        ]
         return Ready(
             device=str(self.allocation.device),
             dtype=str(self.allocation.dtype).removeprefix("torch."),
             max_model_len=self.max_model_len,
             num_pages=plan.num_pages,
             page_bytes=plan.page_bytes,
-            planned=planned,
+            planned=plan.parts(),
             allocated=allocated,
-            notes=[*decoder.notes, *notes],
+            notes=list(decoder.notes),
         )
 
 
