@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from multilora_cli.bench.bound import Bound
 from multilora_cli.bench.campaign import Pass
 from multilora_cli.bench.measure import Known, Measures, Slo, measure
 from multilora_cli.bench.series import cdf, timeline
@@ -18,13 +19,24 @@ _MAX_REPORT_BYTES = 256 * 2**20
 
 
 def build_report(
-    passes: Sequence[Pass], facts: Mapping[str, Any], notes: Sequence[str], slo: Slo | None
+    passes: Sequence[Pass],
+    facts: Mapping[str, Any],
+    notes: Sequence[str],
+    slo: Slo | None = None,
+    bounds: Mapping[str, Bound] | None = None,
 ) -> dict[str, Any]:
-    """The whole result; `facts` says where, with what and how it was made."""
+    """The whole result; `facts` says where, with what and how it was made.
+
+    `bounds` are those of the first side's arms, by label.
+    """
     groups: dict[tuple[str, str], list[Pass]] = {}
     for done in passes:
         groups.setdefault((done.side, done.arm), []).append(done)
-    arms = [_arm(group, slo) for group in groups.values()]
+    mine = passes[0].side if passes else ""
+    arms = [
+        _arm(group, slo) | _bound((bounds or {}).get(label) if side == mine else None, group)
+        for (side, label), group in groups.items()
+    ]
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,6 +63,14 @@ def _arm(group: Sequence[Pass], slo: Slo | None) -> dict[str, Any]:
         "timeline": {**timeline(first.result), "marks": [asdict(mark) for mark in first.marks]},
         "generator": [asdict(done.result.overhead) for done in group],
     }
+
+
+def _bound(bound: Bound | None, group: Sequence[Pass]) -> dict[str, Any]:
+    """The arm's bound, and the share of it that the mean round reached."""
+    if bound is None:
+        return {"bound": None}
+    rate = fmean(done.measures.output_tokens_per_s for done in group)
+    return {"bound": {**asdict(bound), "share": rate / bound.output_tokens_per_s}}
 
 
 def merge(group: Sequence[Pass], slo: Slo | None) -> Measures:

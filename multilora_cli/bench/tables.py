@@ -12,10 +12,12 @@ _NOTHING = "-"
 def main_table(report: Mapping[str, Any]) -> Table:
     """One row an arm: what was asked, how fast it went, and that beside the reference."""
     sides = len({arm["side"] for arm in report["arms"]}) > 1
+    bound = any(arm["bound"] for arm in report["arms"])
     columns = (
         *(("server",) if sides else ()),
         "workload", "adapters", "requests", "errors", "req/s", "tok/s", "vs " + _reference(report),
-        "strip tok/s", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "SLO", "Jain",
+        *(("of bound",) if bound else ()), "strip tok/s",
+        "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "SLO", "Jain",
     )  # fmt: skip
     rows = []
     for arm in report["arms"]:
@@ -30,6 +32,7 @@ def main_table(report: Mapping[str, Any]) -> Table:
                 f"{found['requests_per_s']:.2f}",
                 f"{found['output_tokens_per_s']:.1f}",
                 _ratio_cell(report["ratios"], arm),
+                *((f"{arm['bound']['share']:.1%}" if arm["bound"] else _NOTHING,) if bound else ()),
                 f"{found['strip_tokens_per_s']:.1f}",
                 *(
                     duration(found[name], point)

@@ -60,6 +60,10 @@ def run(
         int | None, typer.Option(help="How often all loads take turns.", min=1, max=100)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0)] = 0,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="The server's card (h200), for shares of the bound. Needs FLEET."),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="The base's name, where a server lists several models.")
     ] = None,
@@ -118,6 +122,7 @@ def run(
         lengths=lengths,
         rounds=rounds,
         seed=seed,
+        gpu=gpu,
         model=model,
         adapters_from=adapters_from,
         prompts=prompts,

@@ -27,6 +27,7 @@ class BenchOptions:
     lengths: str | None
     rounds: int | None
     seed: int
+    gpu: str | None
     model: str | None
     adapters_from: str
     prompts: str
@@ -85,6 +86,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.bench.measure import parse_slo
     from multilora_cli.bench.prompts import PromptMaker
     from multilora_cli.bench.report import build_report
+    from multilora_cli.cli.bench_fleet import fleet_bounds, fleet_ranks
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
@@ -92,17 +94,18 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     async with AsyncExitStack() as stack:
         sides = await _sides(console, options, stack)
         program = _program(options, sides)
+        bounds = fleet_bounds(options, sides[0].adapters, program)
         live = stack.enter_context(Live(console))
         settings = Settings(
             prompts=prompts,
             slo=slo,
-            ranks=_fleet_ranks(options.fleet) if options.url and options.fleet else {},
+            ranks=fleet_ranks(options.fleet) if options.url and options.fleet else {},
             tell=live.tell,
             ended=live.ended,
         )
         passes, notes = await run_program(sides, program, settings)
     facts = _facts(options, sides, program)
-    return build_report(passes, facts, notes, slo)
+    return build_report(passes, facts, notes, slo, bounds)
 
 
 def _style(text: str):  # type: ignore[no-untyped-def]
@@ -204,11 +207,12 @@ def _twins(first: "Side", fleet: "Fleet") -> "tuple[Adapter, ...]":
 
 def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
     from multilora_cli.bench.arms import Room, Workload, make_program
+    from multilora_cli.cli.bench_fleet import fleet_ranks
 
     lengths = [s.fleet.max_model_len for s in sides if s.fleet.max_model_len is not None]
     ranks = dict(sides[0].fleet.ranks)
     if options.fleet is not None and not ranks:
-        ranks = _fleet_ranks(options.fleet)
+        ranks = fleet_ranks(options.fleet)
     room = Room(
         num_adapters=min(len(side.adapters) for side in sides),
         ranks=tuple(ranks.get(adapter.name) for adapter in sides[0].adapters),
@@ -224,34 +228,6 @@ def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
         seed=options.seed,
     )
     return make_program(options.preset, workload, room)
-
-
-def _fleet_ranks(path: Path | None) -> dict[str, int]:
-    """Largest rank of every adapter of a fleet file, from the headers."""
-    from multilora_cli.adapters.peft import read_adapter
-    from multilora_cli.adapters.source import resolve_source
-    from multilora_cli.cli.base import cache_folder, fetch_config, open_store
-    from multilora_cli.fleet.expand import expand_adapters
-    from multilora_cli.fleet.load import load_fleet
-    from multilora_cli.sizing.geometry import read_geometry
-
-    loaded = load_fleet(path)
-    geometry = read_geometry(fetch_config(loaded))
-    ranks = {}
-    adapters = expand_adapters(loaded)
-    store = open_store(loaded, adapters)
-    for adapter in adapters:
-        folder = resolve_source(
-            adapter.source,
-            relative_to=loaded.folder,
-            geometry=geometry,
-            cache=cache_folder() / "dummy",
-            store=store,
-            digest=adapter.digest,
-        )
-        file = read_adapter(folder, geometry, max_rank=loaded.fleet.limits.max_lora_rank)
-        ranks[adapter.name] = max(file.ranks.values())
-    return ranks
 
 
 def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program") -> dict[str, Any]:

@@ -110,6 +110,20 @@ def test_against_a_second_server_gives_ratios(server: Loopback) -> None:
     assert server.asked == slower.asked
 
 
+def test_a_named_card_gives_shares_of_the_bound(server: Loopback) -> None:
+    result = bench(str(FLEET), "--url", server.url, "--gpu", "h200", "--rounds", "1",
+                   "--requests", "8", "--lengths", "8:3", "--json")  # fmt: skip
+    arms = {arm["label"]: arm for arm in json.loads(result.stdout)["arms"]}
+    rates = [arm["bound"]["output_tokens_per_s"] for arm in arms.values()]
+    assert all(rate > 0 for rate in rates)
+    for arm in arms.values():
+        bound, found = arm["bound"], arm["measures"]["output_tokens_per_s"]
+        assert bound["share"] == pytest.approx(found / bound["output_tokens_per_s"])
+    assert "--gpu: needs FLEET" in bench("--url", server.url, "--gpu", "h200", code=2).stderr
+    text = bench(str(FLEET), "--url", server.url, "--gpu", "h200", "--preset", "smoke").stdout
+    assert "of bound" in text
+
+
 def test_adapters_from_a_file_set_the_order_and_must_exist(
     server: Loopback, tmp_path: Path
 ) -> None:
