@@ -62,7 +62,7 @@ def open_s3(address: Address, limits: FetchLimits) -> Iterator[Origin]:
     bucket, _, prefix = address.spec.removeprefix("s3://").partition("/")
     endpoint = check_endpoint(_endpoint(bucket), "AWS_ENDPOINT_URL")
     signed = any(os.environ.get(name) for name in _CREDENTIALS)
-    sign = _signer(bucket, endpoint) if signed else _unsigned(bucket, endpoint)
+    sign = _signer(address.spec, endpoint) if signed else _unsigned(bucket, endpoint)
 
     def explain(status: int) -> tuple[str, str]:
         if 300 <= status < 400 or status == 400:
@@ -115,19 +115,19 @@ class _Folder:
         return RemoteFile(name, int(size), version)
 
 
-def _signer(bucket: str, endpoint: str) -> _Sign:
+def _signer(spec: str, endpoint: str) -> _Sign:
     """Presigns with whatever credentials obstore finds."""
     try:
         import obstore
         from obstore.store import S3Store
     except ImportError:
         raise AdapterError(
-            "source s3:...: signing needs obstore, which is not installed",
+            f"source {spec}: signing needs obstore, which is not installed",
             reason="source",
             hint='pip install "multilora-cli[s3]"',
         ) from None
     store = S3Store(
-        bucket,
+        spec.removeprefix("s3://").partition("/")[0],
         config={"endpoint": endpoint, "region": _region(), "virtual_hosted_style_request": False},
         client_options={"allow_http": endpoint.startswith("http:")},
         retry_config={"max_retries": 2, "retry_timeout": timedelta(seconds=10)},
