@@ -63,15 +63,22 @@ def load_decoder(
         return _random_decoder(geometry, device, dtype, quantization, report)
     checkpoint = open_checkpoint(folder)
     stored = find_linears(folder, checkpoint, geometry, quantization)
-    outline = Decoder(geometry, dtype, torch.device("meta"), _without_memory(stored))
-    _check_names(folder, checkpoint, outline, stored)
-    _check_entries(checkpoint, outline)
+    check_tensors(folder, checkpoint, geometry, stored)
     with TensorReader(checkpoint, device, report) as reader:
         linears = QuantisedLinears(stored, geometry, dtype, reader.read)
         decoder = Decoder(geometry, dtype, device, linears)
         _copy_all(checkpoint, decoder, reader, stored.names - stored.unused)
     decoder.notes = storage_notes(stored)
     return decoder
+
+
+def check_tensors(
+    folder: Path, checkpoint: Checkpoint, geometry: ModelGeometry, stored: StoredLinears
+) -> None:
+    """Raise ModelError unless every tensor that is not in `stored` has its place, and fits it."""
+    outline = Decoder(geometry, torch.float32, torch.device("meta"), _without_memory(stored))
+    _check_names(folder, checkpoint, outline, stored)
+    _check_entries(checkpoint, outline)
 
 
 def _without_memory(stored: StoredLinears) -> LinearSource:

@@ -1,0 +1,90 @@
+"""`mlora quantize`: an FP8 or AWQ checkpoint of a 16-bit base."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from multilora_cli.cli.console import Console
+from multilora_cli.cli.options import JsonOption, QuietOption
+
+if TYPE_CHECKING:
+    from multilora_cli.cli.base import Report
+    from multilora_cli.engine.quantize import Quantised
+
+_PHASES = {"weights": "quantising weights", "model": "fetching the model"}
+
+
+def quantize(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, or a Hub id.")
+    ],
+    to: Annotated[Literal["fp8", "awq"], typer.Option("--to", help="The storage to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The new folder.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="awq: a text or JSON-lines file to calibrate on.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="awq: inputs that share a scale: 128, 64 or 32.")
+    ] = None,
+    iterations: Annotated[
+        int, typer.Option(min=0, help="awq: search steps a layer; 0 is fast and less exact.")
+    ] = 20,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write a quantised copy of a 16-bit base.
+
+    fp8 needs nothing else; awq needs the extra `quantize` (auto-round).
+
+    Example: mlora quantize ./llama --to fp8 --output ./llama-fp8
+    """
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("quantising") as phases:
+
+        def report(phase: str, done: int, total: int) -> None:
+            phases.update(_PHASES.get(phase, phase), done, total)
+
+        from multilora_cli.engine.quantize import Calibration, quantise_awq, quantise_fp8
+
+        source = _source(model, report)
+        if to == "fp8":
+            result = quantise_fp8(source, output, report)
+        else:
+            how = Calibration(_existing(calibration), group_size, iterations)
+            result = quantise_awq(source, output, how)
+    _show(console, result)
+
+
+def _source(model: str, report: "Report") -> Path:
+    from multilora_cli.models.hub import fetch_model
+
+    folder = Path(model).expanduser()
+    return folder if folder.is_dir() else fetch_model(model, progress=report)
+
+
+def _existing(path: Path | None) -> Path | None:
+    from multilora_cli.errors import BadInput
+
+    if path is not None and not path.is_file():
+        raise BadInput(f"--calibration: {path} is not a file")
+    return path
+
+
+def _show(console: Console, result: "Quantised") -> None:
+    from multilora_cli.units import format_size
+
+    size = f"{format_size(result.source_bytes)} became {format_size(result.output_bytes)}"
+    if console.quiet:
+        console.line(str(result.output))
+    else:
+        console.line(f"{result.output}: {result.storage}; {size}")
+    console.value(
+        {
+            "schema": "mlora.quantize/1",
+            "output": str(result.output),
+            "storage": result.storage,
+            "source_bytes": result.source_bytes,
+            "output_bytes": result.output_bytes,
+        }
+    )

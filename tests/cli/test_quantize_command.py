@@ -1,0 +1,66 @@
+"""`mlora quantize`: output, exit codes, one-line errors."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from multilora_cli.cli.app import app
+from tests.models import tiny
+from tests.models.quantized_kit import WIDE
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return tiny.save_model(tiny.make_model("llama", **WIDE), tmp_path / "base")
+
+
+def test_fp8(base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    ran = runner.invoke(app, ["quantize", str(base), "--to", "fp8", "-o", str(output)])
+    assert ran.exit_code == 0 and "FP8, a scale per channel" in ran.stdout
+    again = runner.invoke(app, ["quantize", str(base), "--to", "fp8", "-o", str(output)])
+    assert again.exit_code == 2 and "exists and is not an empty folder" in again.stderr
+    ran = runner.invoke(
+        app, ["quantize", str(base), "--to", "fp8", "--output", f"{output}-2", "--json"]
+    )
+    value = json.loads(ran.stdout)
+    assert value["schema"] == "mlora.quantize/1" and value["output"] == f"{output}-2"
+    assert value["output_bytes"] < value["source_bytes"]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("auto_round") is not None, reason="auto-round is installed"
+)
+def test_awq_without_the_extra(base: Path, tmp_path: Path) -> None:
+    arguments = ["quantize", str(base), "--to", "awq", "-o", str(tmp_path / "out")]
+    ran = runner.invoke(app, arguments)
+    assert ran.exit_code == 2 and not (tmp_path / "out").exists()
+    errors = [line for line in ran.stderr.splitlines() if line.startswith(("error", "hint"))]
+    assert errors == [
+        "error: --to awq needs the extra quantize: No module named 'auto_round'",
+        "hint: pip install -e '.[quantize]'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--to", "gptq"], 2, "gptq"),
+        (["--to", "awq", "--calibration", "/nowhere.txt"], 2, "/nowhere.txt is not a file"),
+    ],
+)
+def test_wrong_arguments(
+    base: Path, tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    ran = runner.invoke(app, ["quantize", str(base), "-o", str(tmp_path / "out"), *arguments])
+    assert ran.exit_code == code and words in ran.stderr
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+    ran = runner.invoke(app, ["quantize", "./nowhere", "--to", "fp8", "-o", str(tmp_path / "out")])
+    assert ran.exit_code == 2 and "nowhere" in ran.stderr
