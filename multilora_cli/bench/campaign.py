@@ -178,10 +178,10 @@ async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
     result = await run_load(side.target, requests, load)
     for record in result.records:
         if record.error is not None:
-            raise MloraError(
-                f"warm-up: {record.model}: {record.error}: {record.detail}",
-                hint="nothing was measured, since not even one short request succeeds",
-            )
+            hint = "nothing was measured, since not even one short request succeeds"
+            if settings.prompts.ignore_eos and "ignore_eos" in record.detail:
+                hint = "this server does not know ignore_eos; leave it out: --no-ignore-eos"
+            raise MloraError(f"warm-up: {record.model}: {record.error}: {record.detail}", hint=hint)
 
 
 def _stop_if_dead(side: Side, result: LoadResult) -> None:

@@ -32,6 +32,7 @@ class Script:
     gap_s: float = 0.0
     usage: bool = True
     admin: bool = True  # whether load and unload are allowed
+    strict: bool = False  # whether ignore_eos is refused, as by servers that know only OpenAI's
     failures: tuple[tuple[str, str], ...] = ()
 
 
@@ -129,6 +130,8 @@ class _Connection(asyncio.Protocol):
             self._reply(int(failure[5:]), _error("as scripted"))
         elif model not in server.script.models:
             self._reply(404, _error(f"The model `{model}` does not exist."))
+        elif server.script.strict and "ignore_eos" in body:
+            self._reply(422, _error("Unexpected fields in the request: {'ignore_eos'}"))
         else:
             task = asyncio.get_running_loop().create_task(self._stream(body, failure, chat))
             server.tasks.add(task)

@@ -90,7 +90,8 @@ def throughput_plot(report: Mapping[str, Any]) -> str:
         groups.setdefault(arm["label"], {})[side] = arm["measures"]["output_tokens_per_s"]
         rates = [done["output_tokens_per_s"] for done in arm["rounds"]]
         spreads[(arm["label"], side)] = (min(rates), max(rates))
-    return svg.bars("Throughput by popularity", groups, ("workload", "tokens/s"), spreads)
+    law = "popularity" if report["preset"] in ("heterogeneous", "punica") else "workload"
+    return svg.bars(f"Throughput by {law}", groups, (law, "tokens/s"), spreads)
 
 
 def cdf_plot(report: Mapping[str, Any], key: str, title: str) -> str:

@@ -141,13 +141,21 @@ def test_adapters_from_a_file_set_the_order_and_must_exist(
     assert "one name a line" in result.stderr
 
 
-def test_errors_are_counted_by_kind_and_do_not_end_the_run(tmp_path: Path) -> None:
+def test_an_adapter_that_another_model_answers_for_ends_the_warm_up(tmp_path: Path) -> None:
     names = tmp_path / "names"
     names.write_text("b\n")
     script = Script(models=MODELS, failures=(("b", "other"),))
     with Threaded(script) as server:
         result = bench("--url", server.url, "--adapters-from", str(names), code=1)
     assert "warm-up: b: wrong_model" in result.stderr
+
+
+def test_a_server_that_refuses_ignore_eos_is_measured_without_it() -> None:
+    """Seen on transformers' own server: 422 for fields that OpenAI does not have."""
+    with Threaded(Script(models=("base",), strict=True)) as server:
+        result = bench("--url", server.url, "--preset", "smoke", code=1)
+        assert "--no-ignore-eos" in result.stderr
+        bench("--url", server.url, "--preset", "smoke", "--no-ignore-eos", "--prompts", "chat")
 
 
 @pytest.mark.parametrize(
