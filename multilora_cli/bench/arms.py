@@ -18,12 +18,13 @@ from multilora_cli.bench.workload import (
     slora_trace,
 )
 from multilora_cli.errors import BadInput
+from multilora_cli.sizing.trace import Call
 from multilora_kernels.popularity import make_slots
 
 Preset = Literal[
-    "heterogeneous", "punica", "s-lora-table3", "rank-mix", "cold-start", "churn", "smoke"
+    "heterogeneous", "punica", "s-lora-table3", "rank-mix", "cold-start", "churn", "smoke", "trace"
 ]
-PRESETS: tuple[Preset, ...] = get_args(Preset)
+PRESETS: tuple[Preset, ...] = tuple(name for name in get_args(Preset) if name != "trace")
 POPULARITIES = ("identical", "skewed", "uniform", "distinct")
 TABLE3_ADAPTERS = (1, 5, 100, 1000, 2000)
 Action = Literal["none", "churn", "reload", "to warm", "to cold"]
@@ -83,7 +84,37 @@ def make_program(preset: Preset, workload: Workload, room: Room) -> Program:
             hint="name some with --adapters-from, or use --preset smoke",
         )
     program = _MAKERS[preset](workload, room)
-    return replace(program, arms=tuple(_fit(arm, room) for arm in program.arms))
+    return replace(program, arms=tuple(fit(arm, room) for arm in program.arms))
+
+
+def trace_program(calls: Sequence[Call], names: Sequence[str], workload: Workload) -> Program:
+    """A recorded load again, at its own times and lengths, and the same on the base alone.
+
+    Times count from the first call. Raises BadInput for an adapter that the server lacks.
+    """
+    _refuse_lengths(workload, "trace")
+    index = {name: place for place, name in enumerate(names)}
+    missing = sorted({c.adapter for c in calls if c.adapter is not None} - set(index))
+    if missing:
+        raise BadInput(f"--trace: the server has no adapter {', '.join(missing[:5])}")
+    kept = calls[: workload.requests]
+    start = kept[0].time_s
+    requests = tuple(
+        BenchRequest(
+            None if call.adapter is None else index[call.adapter],
+            max(call.input_tokens, 1),
+            max(call.output_tokens, 1),
+            call.time_s - start,
+        )
+        for call in kept
+    )
+    at_once = workload.rate == float("inf")
+    base = tuple(replace(request, adapter=None) for request in requests)
+    arms = tuple(
+        Arm(label, rows, workload.concurrency, open_loop=not at_once)
+        for label, rows in (("base", base), ("trace", requests))
+    )
+    return Program("trace", arms, workload.rounds or 1)
 
 
 def parse_lengths(text: str, count: int, seed: int) -> tuple[list[int], list[int]]:
@@ -284,7 +315,7 @@ _MAKERS: dict[Preset, Callable[[Workload, Room], Program]] = {
 }
 
 
-def _fit(arm: Arm, room: Room) -> Arm:
+def fit(arm: Arm, room: Room) -> Arm:
     """Deal adapters to those there are, and refuse what the context cannot hold."""
     for request in arm.requests:
         total = request.input_tokens + request.output_tokens

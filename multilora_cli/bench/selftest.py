@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, run_load
 from multilora_cli.bench.prompts import PromptMaker
-from multilora_cli.bench.target import Target
+from multilora_cli.bench.target import Target, raise_file_limit
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ async def loopback_process(**options: object) -> AsyncIterator[str]:
 
 async def self_test(streams: int = 2000, tokens: int = 100, gap_s: float = 0.1) -> SelfTest:
     """`streams` at once, each `tokens` long, one token every `gap_s`."""
+    raise_file_limit()
     async with loopback_process(gap_s=gap_s) as url, Target(url) as target:
         requests = [PlannedRequest("a", "a", 16, tokens) for _ in range(streams)]
         result = await run_load(target, requests, Load(PromptMaker()))

@@ -13,11 +13,13 @@ def main_table(report: Mapping[str, Any]) -> Table:
     """One row an arm: what was asked, how fast it went, and that beside the reference."""
     sides = len({arm["side"] for arm in report["arms"]}) > 1
     bound = any(arm["bound"] for arm in report["arms"])
+    goodput = any(arm["measures"]["goodput_per_s"] is not None for arm in report["arms"])
     columns = (
         *(("server",) if sides else ()),
         "workload", "adapters", "requests", "errors", "req/s", "tok/s", "vs " + _reference(report),
         *(("of bound",) if bound else ()), "strip tok/s",
         "TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "SLO", "Jain",
+        *(("goodput/s",) if goodput else ()),
     )  # fmt: skip
     rows = []
     for arm in report["arms"]:
@@ -40,7 +42,39 @@ def main_table(report: Mapping[str, Any]) -> Table:
                     for point in ("p50", "p99")
                 ),
                 f"{found['slo_attainment']:.1%}",
-                _NOTHING if found["jain"] is None else f"{found['jain']:.3f}",
+                _plain(found["jain"], ".3f"),
+                *((_plain(found["goodput_per_s"], ".2f"),) if goodput else ()),
+            )
+        )
+    return columns, rows
+
+
+def detail_table(report: Mapping[str, Any]) -> Table:
+    """What the main table has no room for."""
+    columns = (
+        "workload", "offered req/s", "input tok/s", "cached tokens", "E2E p50", "E2E p99",
+        "ITL of an answer p50", "p99", "satisfaction", "slowest adapter", "hit ratio", "loads",
+        "server agrees",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for arm in report["arms"]:
+        found = arm["measures"]
+        agrees = found["server_agrees"]
+        rows.append(
+            (
+                f"{arm['side']} {arm['label']}".strip(),
+                _plain(found["offered_rate"], ".2f"),
+                f"{found['input_tokens_per_s']:.1f}",
+                str(found["cached_tokens"]),
+                duration(found["e2e"], "p50"),
+                duration(found["e2e"], "p99"),
+                duration(found["request_itl"], "p50"),
+                duration(found["request_itl"], "p99"),
+                f"{found['satisfaction']:.3f}",
+                found["worst_adapter"] or _NOTHING,
+                _plain(found["hit_ratio"], ".1%"),
+                _plain(found["loads"], "d"),
+                _NOTHING if agrees is None else "yes" if agrees else "no",
             )
         )
     return columns, rows
@@ -124,6 +158,10 @@ def describe_generator(report: Mapping[str, Any]) -> str:
 def duration(spread: Mapping[str, float] | None, point: str) -> str:
     """One point of a distribution of seconds."""
     return _NOTHING if spread is None else format_duration(spread[point])
+
+
+def _plain(value: float | None, form: str) -> str:
+    return _NOTHING if value is None else format(value, form)
 
 
 def _reference(report: Mapping[str, Any]) -> str:

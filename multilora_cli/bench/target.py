@@ -1,6 +1,7 @@
 """One OpenAI-style server under measurement: what it lists, and its load and unload routes."""
 
 import json
+import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +49,14 @@ class Fleet:
     def ranks(self) -> dict[str, int]:
         """Rank of every adapter whose rank the server tells."""
         return {a.name: a.rank for a in self.adapters if a.rank is not None}
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many connections as the system allows; 1024 is a common default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def clean_url(url: str, flag: str = "--url") -> str:

@@ -45,6 +45,9 @@ def run(
         str | None,
         typer.Option(help="punica, s-lora-table3, rank-mix, cold-start, churn or smoke."),
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay a recorded load: JSON lines, as of plan --trace.")
+    ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests of each load.", min=1)] = None,
     rate: Annotated[
         str | None, typer.Option(help="Arrivals: requests/s (open loop), or inf for all at once.")
@@ -114,7 +117,8 @@ def run(
     options = BenchOptions(
         fleet=fleet,
         url=url,
-        preset=pick_preset(preset, heterogeneous),
+        preset=pick_preset(preset, heterogeneous, trace),
+        trace=trace,
         requests=requests,
         rate=parse_rate(rate),
         cv=cv,

@@ -20,6 +20,7 @@ class BenchOptions:
     fleet: Path | None
     url: str | None
     preset: "Preset"
+    trace: Path | None
     requests: int | None
     rate: float | None
     cv: float
@@ -40,11 +41,15 @@ class BenchOptions:
     arguments: tuple[str, ...]
 
 
-def pick_preset(preset: str | None, heterogeneous: bool) -> "Preset":
-    """The preset that two flags mean together. Raises BadInput."""
+def pick_preset(preset: str | None, heterogeneous: bool, trace: Path | None = None) -> "Preset":
+    """The preset that the flags mean together. Raises BadInput."""
     from multilora_cli.bench.arms import PRESETS
     from multilora_cli.errors import BadInput
 
+    if trace is not None:
+        if preset is not None or heterogeneous:
+            raise BadInput("--trace is a workload of its own: leave out the preset")
+        return "trace"
     if preset is None:
         return "heterogeneous"
     if heterogeneous and preset != "heterogeneous":
@@ -86,11 +91,13 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.bench.measure import parse_slo
     from multilora_cli.bench.prompts import PromptMaker
     from multilora_cli.bench.report import build_report
+    from multilora_cli.bench.target import raise_file_limit
     from multilora_cli.cli.bench_fleet import fleet_bounds, fleet_ranks
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
     prompts = PromptMaker(_style(options.prompts), options.seed, options.ignore_eos)
+    raise_file_limit()
     async with AsyncExitStack() as stack:
         sides = await _sides(console, options, stack)
         program = _program(options, sides)
@@ -206,8 +213,11 @@ def _twins(first: "Side", fleet: "Fleet") -> "tuple[Adapter, ...]":
 
 
 def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
-    from multilora_cli.bench.arms import Room, Workload, make_program
+    from dataclasses import replace
+
+    from multilora_cli.bench.arms import Room, Workload, fit, make_program, trace_program
     from multilora_cli.cli.bench_fleet import fleet_ranks
+    from multilora_cli.sizing.trace import read_trace
 
     lengths = [s.fleet.max_model_len for s in sides if s.fleet.max_model_len is not None]
     ranks = dict(sides[0].fleet.ranks)
@@ -227,7 +237,11 @@ def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
         rounds=options.rounds,
         seed=options.seed,
     )
-    return make_program(options.preset, workload, room)
+    if options.trace is None:
+        return make_program(options.preset, workload, room)
+    names = [adapter.name for adapter in sides[0].adapters]
+    program = trace_program(read_trace(options.trace), names, workload)
+    return replace(program, arms=tuple(fit(arm, room) for arm in program.arms))
 
 
 def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program") -> dict[str, Any]:

@@ -124,6 +124,30 @@ def test_a_named_card_gives_shares_of_the_bound(server: Loopback) -> None:
     assert "of bound" in text
 
 
+def test_a_recorded_load_is_replayed_at_its_times(server: Loopback, tmp_path: Path) -> None:
+    rows = [("b", 5.0, 7, 2), (None, 5.1, 9, 3), ("org/a", 5.05, 8, 4)]
+    lines = [json.dumps({"time": t, "adapter": a, "input": i, "output": o}) for a, t, i, o in rows]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(lines))
+    value = json.loads(bench("--url", server.url, "--trace", str(trace), "--json").stdout)
+    base, replayed = (arm["measures"] for arm in value["arms"])
+    assert {g["name"]: g["output_tokens"] for g in replayed["per_adapter"]} == {
+        "b": 2, "org/a": 4, "(base)": 3,
+    }  # fmt: skip
+    assert base["output_length"]["total"] == 9 and base["adapters"] == 0
+    assert replayed["offered_rate"] == pytest.approx(3 / 0.1)
+    assert server.asked == {"base": 1 + 3 + 1, "b": 2, "org/a": 2}
+    trace.write_text(lines[0].replace('"b"', '"nobody"'))
+    assert "no adapter nobody" in bench("--url", server.url, "--trace", str(trace), code=2).stderr
+    result = bench("--url", server.url, "--trace", str(trace), "--preset", "smoke", code=2)
+    assert "leave out the preset" in result.stderr
+
+
+def test_an_objective_adds_goodput_to_the_table(server: Loopback) -> None:
+    result = bench("--url", server.url, "--preset", "smoke", "--slo", "ttft=5s,itl=1s")
+    assert "goodput/s" in result.stdout
+
+
 def test_adapters_from_a_file_set_the_order_and_must_exist(
     server: Loopback, tmp_path: Path
 ) -> None:
