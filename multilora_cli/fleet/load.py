@@ -134,6 +134,10 @@ def _describe(item: dict[str, Any]) -> tuple[KeyPath, str]:
     shown = "a value (not shown)" if secret else _shown(found)
     if item["type"] == "value_error" and " is not a " in message:  # says what it found
         return path, message
+    if item["type"] == "string_type" and isinstance(found, bool | int | float):
+        message = 'a text; write it in quotes: "..."'
+    if item["type"] == "string_pattern_mismatch":
+        message = f"a text that matches {item['ctx']['pattern']}"
     return path, f"found {shown}, expected {message}"
 
 
