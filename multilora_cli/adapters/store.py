@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -29,10 +28,11 @@ from typing import Any
 import msgspec
 
 from multilora_cli.adapters.digest import files_digest
-from multilora_cli.adapters.disk import Disk, lock_within, locked, private_folder, try_lock
+from multilora_cli.adapters.disk import Disk, locked, private_folder
 from multilora_cli.adapters.peft import INDEX_NAME
 from multilora_cli.adapters.peft_config import CONFIG_NAME
 from multilora_cli.adapters.safetensors_header import FileIdentity, open_file, read_json
+from multilora_cli.adapters.store_use import StoreUse, live_users
 from multilora_cli.errors import AdapterError, AdapterUnavailable, BadInput
 from multilora_cli.units import format_size
 
@@ -125,7 +125,6 @@ class DiskStore:
         self._wait_s = wait_s
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._used: set[str] = set()
         self._sizes: dict[str, int] = {}  # bytes by digest, of entries that were seen
         self._stale: dict[Path, str] = {}
         self.counts = StoreCounts()
@@ -134,11 +133,7 @@ class DiskStore:
                 private_folder(self._root / name)
             with self._held("users"):
                 self._sweep()
-                self._user = f"{os.getpid()}-{secrets.token_hex(6)}"
-                descriptor = lock_within(self._root / "users" / self._user, 5.0)
-            if descriptor is None:
-                raise BadInput(f"cache folder {root}: locks do not work in this file system")
-            self._users_descriptor = descriptor
+                self._use = StoreUse(self._root / "users")
 
     @property
     def root(self) -> Path:
@@ -147,10 +142,7 @@ class DiskStore:
 
     def close(self) -> None:
         """Give up the use of every entry."""
-        if self._users_descriptor >= 0:
-            (self._root / "users" / self._user).unlink(missing_ok=True)
-            os.close(self._users_descriptor)
-            self._users_descriptor = -1
+        self._use.close()
 
     # ---- what sources ask
 
@@ -162,11 +154,11 @@ class DiskStore:
         with self._in_words("reading it"), self._held(f"digest-{digest[:2]}"):
             if not folder.is_dir():
                 return None
-            self._use(digest)
+            self._use.add(digest)
             if not self._is_intact(folder, digest):
                 self.counts.corrupt += 1
                 self._discard(digest)
-                self._unuse(digest)
+                self._use.discard(digest)
                 return None
             os.utime(folder / _MANIFEST)
         return folder
@@ -208,7 +200,7 @@ class DiskStore:
             self._disk.write_file(folder / _MANIFEST, msgspec.json.encode(manifest))
             self._disk.sync_folder(folder)
             with self._held(f"digest-{digest[:2]}"):
-                self._use(digest)
+                self._use.add(digest)
                 entry = self._entry(digest)
                 if entry.is_dir() and not self._is_intact(entry, digest):
                     self._discard(digest)
@@ -229,7 +221,7 @@ class DiskStore:
             ref = msgspec.convert(fields, Ref)
         except msgspec.ValidationError:
             return None
-        good = fields.get("format") == FORMAT and ref.source == source
+        good = _has_format(fields) and ref.source == source
         return ref if good and _DIGEST.fullmatch(ref.digest) else None
 
     def mark_stale(self, folder: Path, why: str) -> None:
@@ -249,7 +241,7 @@ class DiskStore:
 
     def release(self, digest: str) -> None:
         """This process no longer uses the entry."""
-        self._unuse(digest)
+        self._use.discard(digest)
 
     def pin(self, digest: str) -> None:
         """Never evict the entry, in any process, until `unpin`."""
@@ -292,7 +284,7 @@ class DiskStore:
         for digest in os.listdir(self._root / "entries"):
             if not self._is_intact(self._entry(digest), digest):
                 raise ValueError(f"entry {digest} is not what its name says")
-        live = self._live_users()
+        live = self._use.live()
         for name in os.listdir(self._root / "partial"):
             if name.rpartition("-")[0] not in live:
                 raise ValueError(f"partial/{name} belongs to nobody")
@@ -305,7 +297,7 @@ class DiskStore:
         return self._root / "entries" / digest
 
     def _temporary(self) -> Path:
-        return self._root / "partial" / f"{self._user}-{next(self._numbers)}"
+        return self._root / "partial" / f"{self._use.user}-{next(self._numbers)}"
 
     def _remember(self, ref: Ref) -> None:
         data = msgspec.json.encode({"format": FORMAT, **msgspec.to_builtins(ref)})
@@ -315,7 +307,7 @@ class DiskStore:
         """Whether the files are those of the manifest and hash to the entry's name."""
         manifest = _read_json_object(folder / _MANIFEST)
         files = manifest.get("files")
-        if manifest.get("format") != FORMAT or not isinstance(files, dict):
+        if not _has_format(manifest) or not isinstance(files, dict):
             return False
         try:
             if set(os.listdir(folder)) != {*files, _MANIFEST}:
@@ -341,7 +333,7 @@ class DiskStore:
 
     def _by_age(self, sizes: Mapping[str, int]) -> list[str]:
         """Entries that may go, the least recently used first."""
-        kept = self._in_use() | set(os.listdir(self._root / "pins"))
+        kept = self._use.all() | set(os.listdir(self._root / "pins"))
         times = {}
         for digest in sizes.keys() - kept:
             try:
@@ -353,7 +345,7 @@ class DiskStore:
     def _evict(self, digest: str) -> bool:
         """Remove an entry unless somebody took it into use since, or works on it now."""
         with locked(self._root / "locks" / f"digest-{digest[:2]}", wait_s=0) as held:
-            if not held or digest in self._in_use():
+            if not held or digest in self._use.all():
                 return False
             self._discard(digest)
         with self._lock:
@@ -367,50 +359,9 @@ class DiskStore:
         self._disk.rename(self._entry(digest), temporary)
         self._disk.remove(temporary)
 
-    def _use(self, digest: str) -> None:
-        with self._lock:
-            if digest not in self._used:
-                self._used.add(digest)
-                self._append(f"+{digest}\n")
-
-    def _unuse(self, digest: str) -> None:
-        with self._lock:
-            if digest in self._used:
-                self._used.discard(digest)
-                self._append(f"-{digest}\n")
-
-    def _append(self, line: str) -> None:
-        os.lseek(self._users_descriptor, 0, os.SEEK_END)
-        os.write(self._users_descriptor, line.encode())
-
-    def _in_use(self) -> set[str]:
-        """Digests in use by this process or another one."""
-        with self._lock:
-            used = set(self._used)
-        for user in self._live_users() - {self._user}:
-            try:
-                lines = (self._root / "users" / user).read_text("ascii", "replace").splitlines()
-            except FileNotFoundError:
-                continue
-            theirs: set[str] = set()
-            for line in lines:
-                (theirs.add if line.startswith("+") else theirs.discard)(line[1:])
-            used |= theirs
-        return used
-
-    def _live_users(self) -> set[str]:
-        live = set()
-        for path in (self._root / "users").iterdir():
-            descriptor = try_lock(path)
-            if descriptor is None:
-                live.add(path.name)
-            else:
-                os.close(descriptor)
-        return live
-
     def _sweep(self) -> None:
         """Remove what processes that died have left. The caller holds the lock of users."""
-        live = self._live_users()
+        live = live_users(self._root / "users")
         for path in (self._root / "users").iterdir():
             if path.name not in live:
                 path.unlink(missing_ok=True)
@@ -454,6 +405,11 @@ class DiskStore:
 
 def _key(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _has_format(fields: Mapping[str, Any]) -> bool:
+    found = fields.get("format")
+    return type(found) is int and found == FORMAT
 
 
 def _read_json_object(path: Path) -> Mapping[str, Any]:
