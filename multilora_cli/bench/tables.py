@@ -7,6 +7,8 @@ from multilora_cli.units import format_duration
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 _NOTHING = "-"
+_MUCH = frozenset({"requests", "errors", "req/s", "tok/s", "of bound"})
+_FAST = frozenset({"TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "SLO", "Jain", "goodput/s"})
 
 
 def main_table(report: Mapping[str, Any]) -> Table:
@@ -47,6 +49,21 @@ def main_table(report: Mapping[str, Any]) -> Table:
             )
         )
     return columns, rows
+
+
+def narrow_tables(table: Table) -> list[Table]:
+    """The main table as two that fit 80 columns: how much, and how fast; the rest is in JSON."""
+    columns, _ = table
+    head = [name for name in columns if name in ("server", "workload")]
+    much = [name for name in columns if name in _MUCH or name.startswith("vs ")]
+    fast = [name for name in columns if name in _FAST]
+    return [_only(table, [*head, *names]) for names in (much, fast)]
+
+
+def _only(table: Table, names: Sequence[str]) -> Table:
+    columns, rows = table
+    places = [columns.index(name) for name in names]
+    return tuple(names), [tuple(row[place] for place in places) for row in rows]
 
 
 def detail_table(report: Mapping[str, Any]) -> Table:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from multilora_cli.bench.campaign import Pass
     from multilora_cli.bench.loadgen import Progress
 
+_WIDE = 160  # columns of a terminal that hold the whole table
 _MAX_GROUP_ROWS = 40  # more is for the report
 
 
@@ -43,11 +44,15 @@ class Live:
         found = done.measures
         label = f"{done.side}: {done.arm}" if done.side else done.arm
         failed = sum(found.errors.values())
-        self._console.note(
-            f"{label}, round {done.round + 1}: {found.completed} answers in"
-            f" {format_duration(found.duration_s)}, {found.output_tokens_per_s:.1f} tok/s"
-            + (f", {failed} failed" if failed else "")
-        )
+        text = f"{label}, round {done.round + 1}: {found.completed} answers in"
+        text += f" {format_duration(found.duration_s)}, {found.output_tokens_per_s:.1f} tok/s"
+        text += f", {failed} failed" if failed else ""
+        if self._status is None:
+            self._console.note(text)
+            return
+        from rich.text import Text
+
+        self._status.console.print(Text(clean(text)))  # above the live line, not into it
 
 
 def describe(label: str, progress: "Progress") -> str:
@@ -68,10 +73,16 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
         error_table,
         group_table,
         main_table,
+        narrow_tables,
     )
 
     servers = ", ".join(f"{s['base']} with {s['adapters']} adapters" for s in report["servers"])
-    console.table(*main_table(report), title=f"{report['preset']}: {servers}")
+    main = main_table(report)
+    narrow = console.interactive and console.rich().width < _WIDE
+    title = f"{report['preset']}: {servers}"
+    for columns, rows in narrow_tables(main) if narrow else [main]:
+        console.table(columns, rows, title=title)
+        title = ""
     if console.quiet:
         return
     tables = [

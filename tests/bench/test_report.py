@@ -26,7 +26,7 @@ from multilora_cli.bench.report import (
     write_json,
 )
 from multilora_cli.bench.svg import Axis, bars, lines
-from multilora_cli.bench.tables import compare_table, error_table, main_table
+from multilora_cli.bench.tables import compare_table, error_table, main_table, narrow_tables
 from multilora_cli.bench.target import Target
 from multilora_cli.errors import BadInput
 
@@ -96,6 +96,17 @@ def test_ratios_stand_against_the_base_with_their_spread(report) -> None:
         assert row["reference"] == "base" and row["rounds"] == 2
         assert (row["min"], row["max"]) == (min(ratios), max(ratios))
         assert row["mean"] == pytest.approx(sum(ratios) / 2)
+
+
+def test_narrow_tables_fit_80_columns_and_lose_no_load(report) -> None:
+    whole = main_table(report)
+    much, fast = narrow_tables(whole)
+    for columns, rows in (much, fast):
+        assert columns[0] == "workload" and [row[0] for row in rows] == [r[0] for r in whole[1]]
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        assert sum(widths) + 3 * len(widths) + 1 <= 80
+    place = whole[0].index("tok/s")
+    assert [row[much[0].index("tok/s")] for row in much[1]] == [row[place] for row in whole[1]]
 
 
 def test_curves_are_monotone_and_complete(report) -> None:
