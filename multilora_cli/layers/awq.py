@@ -22,6 +22,9 @@ from multilora_kernels.awq_pack import (
 
 # Weights unpacked at a time: as int32, and a handful of such arrays, 400 MB.
 _SLICE_WEIGHTS = 16 * 2**20
+# Weights dequantised at a time: a few arrays of them in a CPU's cache.
+_CACHED_WEIGHTS = 2**20
+_AWQ_ROW_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _ROWS_PER_COUNTER = 64
 _MIN_NORMAL_F16, _MAX_F16 = 2.0**-14, 65504.0
 
@@ -39,6 +42,9 @@ class Int4Part(Protocol):
 
     def rows(self, start: int, stop: int) -> Int4Matrix:
         """Rows `start`..`stop` of W unpacked; both are multiples of 8, or the end."""
+
+    def dequantise(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill `out` with rows `start`..`stop` of W, as `rows` but five times as fast on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,17 @@ class AutoAwqPart:
         return unpack_autoawq(
             self.qweight[:, columns], self.qzeros[:, columns], self.scale[:, start:stop]
         )
+
+    def dequantise(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill `out` with rows of W, the rows of one nibble at a time."""
+        columns = slice(start // 8, stop // 8)
+        words = self.qweight[:, columns].t().contiguous()  # [out/8, in]
+        zeros = self.qzeros[:, columns].t()
+        scales = self.scale[:, start:stop].t().float().reshape(len(words), 8, -1)
+        rows = out.view(len(words), 8, -1)
+        for nibble, row in enumerate(_AWQ_ROW_OF_NIBBLE):
+            shift = 4 * nibble
+            rows[:, row] = _scaled(words, shift, (zeros >> shift) & 0xF, scales[:, row])
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,22 @@ class CompressedPart:
             self.in_features,
         )
 
+    def dequantise(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fill `out` with rows of W, the columns of one nibble at a time."""
+        if self.in_features % 8:
+            out.copy_(self.rows(start, stop).dequantise())
+            return
+        words, scales = self.weight_packed[start:stop], self.scale[start:stop].float()
+        zeros = torch.full_like(scales, 8.0)
+        if self.zero_point is not None:
+            shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+            packed = self.zero_point[start // 8 : -(-stop // 8)]
+            unpacked = (packed[:, None] >> shifts[:, None]) & 0xF  # [out/8, 8, groups]
+            zeros = unpacked.flatten(0, 1)[: stop - start]
+        columns = out.view(stop - start, -1, 8)
+        for nibble in range(8):
+            columns[:, :, nibble] = _scaled(words, 4 * nibble, zeros, scales)
+
 
 def pack_parts(parts: Sequence[Int4Part]) -> AwqWeight:
     """One weight for `awq_gemm` of parts over the same inputs, their rows one after another.
@@ -98,7 +131,10 @@ def pack_parts(parts: Sequence[Int4Part]) -> AwqWeight:
     words: torch.Tensor | None = None
     meta: torch.Tensor | None = None
     row = 0
-    for piece in (pack(matrix, dtype) for part in parts for matrix in _slices(part)):
+    pieces = (
+        pack(part.rows(*rows), dtype) for part in parts for rows in _slices(part, _SLICE_WEIGHTS)
+    )
+    for piece in pieces:
         if words is None or meta is None:
             blocks, _, width = piece.words.shape
             words = piece.words.new_zeros(blocks, padded, width)
@@ -114,18 +150,27 @@ def pack_parts(parts: Sequence[Int4Part]) -> AwqWeight:
 
 def dequantise_part(part: Int4Part, out: torch.Tensor) -> None:
     """Fill `out` [rows, columns] with W, each weight rounded once from fp32."""
-    row = 0
-    for matrix in _slices(part):
-        stop = row + matrix.q.shape[0]
-        out[row:stop] = matrix.dequantise()
-        row = stop
+    for start, stop in _slices(part, _CACHED_WEIGHTS):
+        part.dequantise(start, stop, out[start:stop])
 
 
-def _slices(part: Int4Part) -> Iterator[Int4Matrix]:
+def _slices(part: Int4Part, weights: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that hold about `weights` weights."""
     num_rows, num_columns = part.shape
-    step = max(_SLICE_WEIGHTS // num_columns // 8 * 8, 8)
+    step = max(weights // num_columns // 8 * 8, 8)
     for start in range(0, num_rows, step):
-        yield part.rows(start, min(start + step, num_rows))
+        yield start, min(start + step, num_rows)
+
+
+def _scaled(
+    words: torch.Tensor, shift: int, zeros: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """(q - zero) * scale of one nibble: words int32 [n, k], zeros and scales [n, groups]."""
+    num_rows, groups = scales.shape
+    q = ((words >> shift) & 0xF).view(num_rows, groups, -1).float()
+    q -= zeros[:, :, None]
+    q *= scales[:, :, None]
+    return q.view(num_rows, -1)
 
 
 def _scale_dtype(scales: Sequence[torch.Tensor]) -> torch.dtype:

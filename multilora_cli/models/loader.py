@@ -68,6 +68,8 @@ def load_decoder(
         linears = QuantisedLinears(stored, geometry, dtype, reader.read)
         decoder = Decoder(geometry, dtype, device, linears)
         _copy_all(checkpoint, decoder, reader, stored.names - stored.unused)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what packing took beside the weights belongs to the pool
     decoder.notes = storage_notes(stored)
     return decoder
 

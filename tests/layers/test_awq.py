@@ -67,6 +67,7 @@ def test_fused_parts_are_their_rows(
 ) -> None:
     """Three parts whose sizes are no multiples of 128 or of a slice; a group of zeros too."""
     monkeypatch.setattr("multilora_cli.layers.awq._SLICE_WEIGHTS", rows * 160)
+    monkeypatch.setattr("multilora_cli.layers.awq._CACHED_WEIGHTS", rows * 160)
     matrices = [random(200, 160, 1), random(40, 160, 2), random(72, 160, 3)]
     matrices[1][:, 32:64] = 0.0
     made = [make(matrix) for matrix in matrices]
@@ -76,6 +77,10 @@ def test_fused_parts_are_their_rows(
     x = random(5, 160, 4)
     assert torch.allclose(weight.matmul(x), x @ expected.T, atol=1e-5)
     assert not made[1][1][:, 32:64].any()
+    for part, matrix in made:
+        out = torch.empty_like(matrix)
+        dequantise_part(part, out)
+        assert torch.equal(out, matrix)
 
 
 def test_the_bytes_hold_words_scales_and_counters() -> None:
@@ -114,3 +119,13 @@ def test_stacked_weights_are_one_matrix() -> None:
     assert torch.equal(stacked.dequantise(), expected)
     assert torch.allclose(stacked.matmul(x), x @ expected.T, atol=1e-5)
     assert stacked.nbytes == sum(part.nbytes for part in parts)
+
+
+def test_inputs_that_end_within_a_word() -> None:
+    """compressed-tensors pads the last word of a row."""
+    part, expected = compressed(random(16, 40), group=-1)
+    assert isinstance(part, CompressedPart)
+    cut = CompressedPart(part.weight_packed, part.scale, part.zero_point, 36)
+    out = torch.empty(16, 36)
+    dequantise_part(cut, out)
+    assert torch.equal(out, expected[:, :36])

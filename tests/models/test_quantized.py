@@ -228,6 +228,7 @@ def test_large_weights_are_packed_in_slices(
 ) -> None:
     """Slices far smaller than a matrix change nothing."""
     monkeypatch.setattr("multilora_cli.layers.awq._SLICE_WEIGHTS", 4000)
+    monkeypatch.setattr("multilora_cli.layers.awq._CACHED_WEIGHTS", 4000)
     monkeypatch.setattr("multilora_cli.layers.fp8._SLICE_WEIGHTS", 4000)
     for name in ("awq-64", "w4a16-asymmetric-32"):
         for placement in ("packed", "dense"):
