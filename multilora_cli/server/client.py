@@ -1,8 +1,8 @@
 """The one client of the engine process: submits, aborts, calls, restarts.
 
 If the engine dies, every open request fails at once and the engine is started again; after five
-deaths within a minute it stays down and requests are told so. Names and adapters live in the
-registry of the front, so nothing but work in progress is lost.
+deaths within a minute of serving it stays down and requests are told so. Names and adapters live
+in the registry of the front, so nothing but work in progress is lost.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from multilora_cli.server.wire import Wire
 _log = logging.getLogger(__name__)
 
 BREAKER_DEATHS = 5
-BREAKER_WINDOW_S = 60.0
+BREAKER_WINDOW_S = 60.0  # of serving: a large base may take a minute to load each time
 POLL_S = 1.0
 STALL_S = 3.0  # without an answer for this long, the engine counts as stalled
 _START_ERRORS: dict[int, type[MloraError]] = {1: Refused, 2: BadInput, 3: Unreachable}
@@ -73,7 +73,9 @@ class EngineClient:
         self._tickets: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._last_id = 0
-        self._deaths: deque[float] = deque(maxlen=BREAKER_DEATHS)
+        self._deaths: deque[float] = deque(maxlen=BREAKER_DEATHS)  # in seconds of serving
+        self._served_s = 0.0
+        self._serves_since: float | None = None
         self._start_error: MloraError | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -259,6 +261,7 @@ class EngineClient:
             self._start_error = kind(message.message, hint=message.hint)
             return
         self.ready = message
+        self._serves_since = time.monotonic()
         self._changed.set()
         if self.state in ("starting", "restarting"):
             self._become("ready", "")
@@ -290,10 +293,15 @@ class EngineClient:
             self._changed.set()
 
     def _may_restart(self) -> bool:
-        now_s = time.monotonic()
-        self._deaths.append(now_s)
-        if len(self._deaths) == BREAKER_DEATHS and now_s - self._deaths[0] < BREAKER_WINDOW_S:
-            reason = f"the engine ended {BREAKER_DEATHS} times within a minute and stays down"
+        if self._serves_since is not None:
+            self._served_s += time.monotonic() - self._serves_since
+            self._serves_since = None
+        self._deaths.append(self._served_s)
+        served_s = self._served_s - self._deaths[0]
+        if len(self._deaths) == BREAKER_DEATHS and served_s < BREAKER_WINDOW_S:
+            reason = (
+                f"the engine ended {BREAKER_DEATHS} times within a minute of serving and stays down"
+            )
             self._become("down", reason)
             _log.error(reason)
             return False

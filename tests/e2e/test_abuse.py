@@ -130,7 +130,8 @@ def test_stop_strings_with_several_answers(shared: Served) -> None:
 def test_echo_logprobs_and_several_prompts_together(shared: Served, stream: bool) -> None:
     """A-API-10, A-API-11: each prompt is echoed before each of its answers, with its logprobs."""
     asked = body("r8", prompt=["abc", "de"], max_tokens=3, echo=True, logprobs=2, n=2)
-    texts, tokens = dict.fromkeys(range(4), ""), {index: [] for index in range(4)}
+    texts = dict.fromkeys(range(4), "")
+    tokens: dict[int, list[str]] = {index: [] for index in range(4)}
     reply = httpx.post(f"{shared.url}{COMPLETIONS}", json={**asked, "stream": stream}, timeout=120)
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
     for event in map(json.loads, lines if stream else [reply.text]):
@@ -354,6 +355,10 @@ def test_f03_an_engine_that_keeps_dying_stays_down(served: Served) -> None:
         served.wait_ready()
         os.kill(served.engine_pid, signal.SIGKILL)
         time.sleep(0.5)
+    deadline = time.monotonic() + 30
+    while httpx.get(f"{served.url}/health", timeout=30).json()["status"] != "down":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     health = httpx.get(f"{served.url}/health", timeout=30)
     assert (health.status_code, health.json()["status"]) == (503, "down")
     reply = httpx.post(f"{served.url}{COMPLETIONS}", json=body("r8"), timeout=30)

@@ -56,6 +56,24 @@ def test_an_engine_that_only_ends():
     run(main())
 
 
+def test_deaths_are_counted_in_time_of_serving(monkeypatch):
+    """F03: an engine that takes long to load and dies at once stays down too."""
+    monkeypatch.setattr("multilora_cli.server.client.BREAKER_WINDOW_S", 0.5)
+
+    async def main():
+        client = EngineClient(Spawner(Behaviour(start_s=0.3, dies_after_tokens=1)))
+        client.on_ready.append(lambda _: client.submit([SUBMIT]))
+        client.start()
+        await client.wait_ready()
+        while client.state != "down":
+            await asyncio.sleep(0.05)
+        assert "5 times" in client.reason
+        assert len(client._spawn.engines) == 5
+        await client.stop()
+
+    run(main())
+
+
 def test_a_process_that_cannot_be_made():
     def spawn():
         raise BlockingIOError(11, "Resource temporarily unavailable")
