@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from multilora_cli.cli.base import Report
     from multilora_cli.engine.quantize import Quantised
 
-_PHASES = {"weights": "quantising weights", "model": "fetching the model"}
+_PHASES = {"weights": "reading weights", "model": "fetching the model", "text": "measuring"}
 
 
 def quantize(
@@ -30,6 +30,9 @@ def quantize(
     iterations: Annotated[
         int, typer.Option(min=0, help="awq: search steps a layer; 0 is fast and less exact.")
     ] = 20,
+    perplexity: Annotated[
+        Path | None, typer.Option(help="A text to measure both on, before and after.")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -40,6 +43,8 @@ def quantize(
     Example: mlora quantize ./llama --to fp8 --output ./llama-fp8
     """
     console = Console(as_json=as_json, quiet=quiet)
+    measured: tuple[float, float] | None = None
+    _existing("--perplexity", perplexity)
     with console.progress("quantising") as phases:
 
         def report(phase: str, done: int, total: int) -> None:
@@ -48,12 +53,16 @@ def quantize(
         from multilora_cli.engine.quantize import Calibration, quantise_awq, quantise_fp8
 
         source = _source(model, report)
+        tokens = None if perplexity is None else _tokens(source, perplexity)
         if to == "fp8":
             result = quantise_fp8(source, output, report)
         else:
-            how = Calibration(_existing(calibration), group_size, iterations)
+            _existing("--calibration", calibration)
+            how = Calibration(calibration, group_size, iterations)
             result = quantise_awq(source, output, how)
-    _show(console, result)
+        if tokens is not None:
+            measured = _perplexities(source, output, tokens, report)
+    _show(console, result, measured)
 
 
 def _source(model: str, report: "Report") -> Path:
@@ -63,15 +72,33 @@ def _source(model: str, report: "Report") -> Path:
     return folder if folder.is_dir() else fetch_model(model, progress=report)
 
 
-def _existing(path: Path | None) -> Path | None:
+def _existing(option: str, path: Path | None) -> None:
     from multilora_cli.errors import BadInput
 
     if path is not None and not path.is_file():
-        raise BadInput(f"--calibration: {path} is not a file")
-    return path
+        raise BadInput(f"{option}: {path} is not a file")
 
 
-def _show(console: Console, result: "Quantised") -> None:
+def _tokens(source: Path, text: Path) -> list[int]:
+    from multilora_cli.errors import BadInput
+    from multilora_cli.text.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--perplexity: {text}: not readable as UTF-8: {error}") from None
+
+
+def _perplexities(
+    source: Path, output: Path, tokens: list[int], report: "Report"
+) -> tuple[float, float]:
+    """Of the 16-bit base and of its quantised copy."""
+    from multilora_cli.engine.perplexity import base_perplexity
+
+    return base_perplexity(source, tokens, report), base_perplexity(output, tokens, report)
+
+
+def _show(console: Console, result: "Quantised", perplexity: tuple[float, float] | None) -> None:
     from multilora_cli.units import format_size
 
     size = f"{format_size(result.source_bytes)} became {format_size(result.output_bytes)}"
@@ -79,6 +106,8 @@ def _show(console: Console, result: "Quantised") -> None:
         console.line(str(result.output))
     else:
         console.line(f"{result.output}: {result.storage}; {size}")
+        if perplexity is not None:
+            console.line(f"perplexity: {perplexity[0]:.3f} before, {perplexity[1]:.3f} after")
     console.value(
         {
             "schema": "mlora.quantize/1",
@@ -86,5 +115,6 @@ def _show(console: Console, result: "Quantised") -> None:
             "storage": result.storage,
             "source_bytes": result.source_bytes,
             "output_bytes": result.output_bytes,
+            "perplexity": perplexity and {"before": perplexity[0], "after": perplexity[1]},
         }
     )

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from multilora_cli.cli.app import app
 from tests.models import tiny
 from tests.models.quantized_kit import WIDE
+from tests.signature import byte_tokenizer
 
 runner = CliRunner()
 
@@ -33,6 +34,25 @@ def test_fp8(base: Path, tmp_path: Path) -> None:
     assert value["output_bytes"] < value["source_bytes"]
 
 
+def test_perplexity_before_and_after(base: Path, tmp_path: Path) -> None:
+    """FP8 moves it a little; without a text it is null."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    byte_tokenizer(base, tiny.VOCAB + 100)
+    config = json.loads((base / "config.json").read_text())
+    assert config["vocab_size"] == tiny.VOCAB  # ASCII alone is needed
+    arguments = ["quantize", str(base), "--to", "fp8", "--perplexity", str(text)]
+    ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "a"), "--json"])
+    measured = json.loads(ran.stdout)["perplexity"]
+    assert 0 < abs(measured["after"] / measured["before"] - 1) < 0.2
+    ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "b")])
+    assert f"perplexity: {measured['before']:.3f} before" in ran.stdout
+    text.write_bytes(b"\xff\xfe")
+    ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "c")])
+    assert ran.exit_code == 2 and "not readable as UTF-8" in ran.stderr
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("auto_round") is not None, reason="auto-round is installed"
 )
@@ -52,6 +72,7 @@ def test_awq_without_the_extra(base: Path, tmp_path: Path) -> None:
     [
         (["--to", "gptq"], 2, "gptq"),
         (["--to", "awq", "--calibration", "/nowhere.txt"], 2, "/nowhere.txt is not a file"),
+        (["--to", "fp8", "--perplexity", "/nowhere.txt"], 2, "/nowhere.txt is not a file"),
     ],
 )
 def test_wrong_arguments(
