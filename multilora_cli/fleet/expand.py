@@ -6,13 +6,17 @@ from pathlib import Path
 
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.lockfile import apply_lock
 from multilora_cli.fleet.schema import MAX_ADAPTERS, Adapter, AdapterFolder, is_adapter_name
 
 CONFIG = "adapter_config.json"
 
 
-def expand_adapters(loaded: LoadedFleet) -> list[Adapter]:
-    """Every adapter by name, in the order of the file. Raises FleetError on a name taken twice."""
+def expand_adapters(loaded: LoadedFleet, *, locked: bool = True) -> list[Adapter]:
+    """Every adapter by name, in the order of the file. Raises FleetError on a name taken twice.
+
+    `locked`: those that the lock file beside the fleet names are bound to what it recorded.
+    """
     adapters: dict[str, Adapter] = {}
     served = loaded.fleet.base.served_name.lower()
     for adapter in _all(loaded):
@@ -29,7 +33,7 @@ def expand_adapters(loaded: LoadedFleet) -> list[Adapter]:
         adapters[key] = adapter
     if len(adapters) > MAX_ADAPTERS:
         raise FleetError(f"{loaded.path}: {len(adapters)} adapters, at most {MAX_ADAPTERS}")
-    return list(adapters.values())
+    return apply_lock(loaded, tuple(adapters.values())) if locked else list(adapters.values())
 
 
 def _all(loaded: LoadedFleet) -> Iterator[Adapter]:
