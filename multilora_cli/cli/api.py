@@ -68,13 +68,13 @@ class Api:
 
     async def warm(self, name: str, *, hot: bool, pin: bool) -> dict[str, Any]:
         """Bring an adapter up a step; its row."""
-        path = f"/v1/adapters/{quote(name)}/warm"
+        path = f"/v1/adapters/{_segment(name)}/warm"
         row: dict[str, Any] = await self.post(path, {"hot": hot, "pin": pin})
         return row
 
     async def evict(self, name: str, *, cold: bool, unpin: bool) -> dict[str, Any]:
         """Move an adapter down a step; its row and what became free."""
-        path = f"/v1/adapters/{quote(name)}/evict"
+        path = f"/v1/adapters/{_segment(name)}/evict"
         row: dict[str, Any] = await self.post(path, {"cold": cold, "unpin": unpin})
         return row
 
@@ -85,7 +85,7 @@ class Api:
 
     async def model(self, name: str) -> dict[str, Any]:
         """One card. Raises MloraError where the name is unknown."""
-        card: dict[str, Any] = await self.get(f"/v1/models/{quote(name)}")
+        card: dict[str, Any] = await self.get(f"/v1/models/{_segment(name)}")
         return card
 
     async def adapters(self) -> list[dict[str, Any]]:
@@ -124,6 +124,11 @@ def _pieces(chunk: dict[str, Any]) -> list[str]:
     if "error" in chunk:
         raise MloraError(str(chunk["error"].get("message", "the server reported an error")))
     return [text for c in chunk.get("choices", ()) if (text := c.get("delta", {}).get("content"))]
+
+
+def _segment(name: str) -> str:
+    """A name as one part of a path, so that no `..` in it can lead to another route."""
+    return quote(name, safe="")
 
 
 def _error_of(status: int, body: bytes) -> MloraError:

@@ -1,8 +1,9 @@
 """`mlora chat`: a conversation in the terminal, or over a pipe."""
 
 import asyncio
+import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,18 +83,33 @@ class _Talk:
             if line.strip() in ("/quit", "/exit"):
                 break
             if line.strip():
-                await self._guarded(lambda line=line: self._turn(line))  # type: ignore[misc]
+                turn = asyncio.ensure_future(self._turn(line))
+                await self._guarded(self._interruptible(turn) if interactive else turn)
         if self._failed and not interactive:
             raise typer.Exit(1)
 
-    async def _guarded(self, turn: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, turn: Awaitable[None]) -> None:
         from multilora_cli.errors import MloraError
 
         try:
-            await turn()
+            await turn
         except MloraError as error:
             self._failed = True
             self._console.error(error.message, error.hint)
+
+    async def _interruptible(self, turn: asyncio.Future[None]) -> None:
+        """Wait for a turn; Ctrl-C ends it, and with it the request, but not the conversation."""
+        loop = asyncio.get_running_loop()
+        before = signal.getsignal(signal.SIGINT)
+        loop.add_signal_handler(signal.SIGINT, turn.cancel)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._console.line()
+            self._console.line("(stopped)")
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, before)
 
     async def _turn(self, line: str) -> None:
         if line.startswith("/"):
@@ -156,7 +172,7 @@ class _Talk:
             completer=WordCompleter(words, sentence=False, WORD=True),
             complete_while_typing=False,
             multiline=False,
-            prompt_continuation="... ",
+            prompt_continuation=lambda width, line, wrapped: "" if wrapped else "... ",
         )
         self._console.line("Enter sends, Alt-Enter starts a new line, /help lists commands.")
         while True:

@@ -1,12 +1,18 @@
 """A conversation without a terminal: who answers, what is remembered, what is compared."""
 
 import asyncio
+import io
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from multilora_cli.cli.api import _segment
+from multilora_cli.cli.chat import _Talk
 from multilora_cli.cli.chat_session import COMMANDS, ChatSession, Settings, open_session
+from multilora_cli.cli.console import Console
 from multilora_cli.errors import BadInput, MloraError, Unreachable
 
 
@@ -135,3 +141,29 @@ def test_reset_help_and_a_mistyped_command() -> None:
     asyncio.run(talk())
     with pytest.raises(BadInput, match="did you mean /compare"):
         asyncio.run(session.command("/compre a b"))
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation() -> None:
+    """The request goes with the turn, and the turn is not remembered."""
+    session, api = opened("acme")
+    stream = io.StringIO()
+    talk = _Talk(Console(stdout=stream, stderr=stream), session)
+
+    async def main() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        turn = asyncio.ensure_future(talk._turn("a long " * 2000))
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        await talk._interruptible(turn)
+        assert turn.cancelled() and signal.getsignal(signal.SIGINT) is before
+        await talk._interruptible(asyncio.ensure_future(talk._turn("again")))
+
+    asyncio.run(main())
+    assert stream.getvalue() == "\n(stopped)\nacme:again\n"
+    assert api.at_once == 0
+    assert [turn["content"] for turn in session.turns] == ["again", "acme:again"]
+
+
+def test_a_name_is_one_part_of_a_path() -> None:
+    """A-SEC-01: no name leads to another route."""
+    assert _segment("../../v1/unload_lora_adapter") == "..%2F..%2Fv1%2Funload_lora_adapter"
+    assert _segment("acme/legal?x#y") == "acme%2Flegal%3Fx%23y"
