@@ -31,6 +31,7 @@ figure { margin: 1rem 0; } svg { width: 100%; max-width: 60rem; height: auto; }
 code, pre { background: #f4f4f4; padding: .1rem .3rem; white-space: pre-wrap; }
 dt { font-weight: 600; } dd { margin: 0 0 .3rem 0; }
 """
+_MAX_ROWS = 500  # a fleet of thousands belongs into the JSON
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -154,8 +155,10 @@ def _section(title: str, table: Table) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td{_kind(cell)}>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows
+        for row in rows[:_MAX_ROWS]
     )
+    if len(rows) > _MAX_ROWS:
+        body += f'<tr><td class="word">and {len(rows) - _MAX_ROWS} more in the JSON</td></tr>'
     return (
         f'<h2>{escape(title)}</h2><div class="wide"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"

@@ -146,6 +146,16 @@ def test_the_page_is_self_contained_and_has_every_plot(report, tmp_path: Path) -
     assert "b&lt;script&gt;" in text and "mlora bench &lt;fleet&gt;" in text
 
 
+def test_a_fleet_of_thousands_does_not_swamp_the_page(report) -> None:
+    many = json.loads(json.dumps(report))
+    groups = many["arms"][0]["measures"]["per_adapter"]
+    many["arms"][0]["measures"]["per_adapter"] = [
+        {**groups[0], "name": f"adapter-{index:04}"} for index in range(2000)
+    ]
+    text = render_page(many)
+    assert text.count('<td class="word">adapter-') == 500 and "more in the JSON" in text
+
+
 def test_plots_are_well_formed_and_show_what_they_should(report) -> None:
     plots = re.findall(r'<figure id="([^"]+)">(<svg.*?</svg>)</figure>', render_page(report))
     assert len(plots) == 9
