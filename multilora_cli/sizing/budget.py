@@ -22,7 +22,6 @@ _DECODE_SPLITS = 32
 # The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
 # modules share one cell size (multilora_kernels.table).
 TABLE_BYTES_PER_BLOCK = 3 * 8
-TABLE_SLACK_BYTES = 256 * 8  # kernels look one record ahead
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def max_blocks(pool_bytes: int, page_bytes: int) -> int:
 def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int:
     """Bytes of an adapter table for `num_slots` slots and `max_blocks` blocks."""
     smallest = geometry.num_layers * len(MODULES) * num_slots
-    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest) + TABLE_SLACK_BYTES
+    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest)
 
 
 def plan_pool(
