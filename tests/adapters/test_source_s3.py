@@ -116,6 +116,7 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
     grpc = dict(zip(names, _free_ports(4), strict=True))
     options = [f"-{name}.port={port}" for name, port in zip(names, ports, strict=True)]
     options += [f"-{name}.port.grpc={port}" for name, port in grpc.items()]
+    options += _options_of_this_version(program)
     command = [
         program, "server", "-s3", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         "-volume.max=4", f"-s3.config={folder / 's3.json'}", *options,
@@ -136,6 +137,18 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
         finally:
             process.kill()
             process.wait()
+
+
+def _options_of_this_version(program: str) -> list[str]:
+    """Newer ones listen on two more, fixed ports and report statistics: none of that here."""
+    told = subprocess.run([program, "server", "-h"], capture_output=True, text=True)
+    wanted = {"-s3.port.iceberg": "0", "-s3.port.lance": "0", "-master.telemetry": "false"}
+    text = told.stdout + told.stderr
+    return [
+        f"{name}={value}"
+        for name, value in wanted.items()
+        if f"{name}\n" in text or f"{name} " in text
+    ]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -174,9 +174,7 @@ def test_f52_crash_at_every_step(tmp_path: Path) -> None:
         after.close()
 
 
-@pytest.mark.parametrize(
-    "error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO]
-)
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 def test_f51_f53_every_operation_fails_once(tmp_path: Path, error: int) -> None:
     """F51, F53: told in words, nothing left behind, and the next attempt goes well."""
     total = steps(tmp_path / "count")
@@ -362,7 +360,8 @@ def test_modes(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- F57, sharing
 
 
-def test_f57_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [50, pytest.param(3000, marks=pytest.mark.slow)])
+def test_f57_budget(tmp_path: Path, rounds: int) -> None:
     """F57: never more than the budget; the least recently used go; pinned and used ones stay."""
     seed = 5
     choose = random.Random(seed)
@@ -371,7 +370,7 @@ def test_f57_budget(tmp_path: Path) -> None:
     store.pin(pinned.digest)
     store.release(pinned.digest)
     order: list[str] = []
-    for number in range(50):
+    for number in range(rounds):
         ref = put(store, number)
         store.release(ref.digest)
         _age(store, ref.digest, 2 * number)
