@@ -65,8 +65,8 @@ def parse_yaml(raw: bytes, where: str) -> Document:
         mark = error.problem_mark or error.context_mark
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
-        line = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
-        if mark and line[mark.column : mark.column + 1] == "\t":
+        source = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
+        if mark and source[mark.column : mark.column + 1] == "\t":
             problem = "found a tab; YAML is indented with spaces"
         raise FleetError(f"{where}{place}: {problem}") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
