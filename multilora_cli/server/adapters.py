@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
-from multilora_cli.adapters.registry import AdapterEntry, Pin, Registered, Registry
+from multilora_cli.adapters.registry import AdapterEntry, Pin, Registry
 from multilora_cli.engine.messages import AdapterRef, AdapterStatus, Reply
 from multilora_cli.errors import AdapterError, AdapterUnavailable, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
@@ -83,7 +83,7 @@ class Adapters:
             freed = await self._free(gone.digest)
         return f"Success: LoRA adapter '{name}' removed successfully.", freed
 
-    async def warm(self, name: str, body: WarmBody) -> dict[str, Any]:
+    async def warm(self, name: str, body: WarmBody, counts: Mapping[str, int]) -> dict[str, Any]:
         """Bring an adapter up to host memory, or to the device; its row. Raises RequestError."""
         ref = await self._known(name)
         tier: Pin = "hot" if body.hot else "warm"
@@ -95,9 +95,9 @@ class Adapters:
             raise fault_error(reply.fault)
         if pin is not None:
             self.registry.set_pin(name, pin)
-        return self._moved(name, reply)
+        return self._moved(name, reply, counts)
 
-    async def evict(self, name: str, body: EvictBody) -> dict[str, Any]:
+    async def evict(self, name: str, body: EvictBody, counts: Mapping[str, int]) -> dict[str, Any]:
         """Move an adapter down once its requests have ended; its row and what became free."""
         ref = await self._known(name)
         reply = await self._client.evict(
@@ -110,7 +110,7 @@ class Adapters:
             raise fault_error(reply.fault)
         if body.unpin:
             self.registry.set_pin(name, None)
-        row = self._moved(name, reply)
+        row = self._moved(name, reply, counts)
         return {
             **row,
             "freed_pages": reply.freed_pages,
@@ -122,13 +122,13 @@ class Adapters:
         assert ref is not None, "a route's name is never empty"
         return ref
 
-    def _moved(self, name: str, reply: Reply) -> dict[str, Any]:
+    def _moved(self, name: str, reply: Reply, counts: Mapping[str, int]) -> dict[str, Any]:
         if reply.status is not None:
             self._client.statuses[reply.status.digest] = reply.status
         entry = self.registry.get(name)
         if entry is None:
             raise model_not_found(name)
-        return self._row(entry, {})
+        return self._row(entry, counts)
 
     async def load_pinned(self) -> None:
         """Bring pinned adapters back where they belong, after every start of the engine."""
@@ -223,7 +223,9 @@ class Adapters:
         try:
             ref = await self._warm(name, pin)
         except RequestError as error:
-            self._take_back(done)
+            refused = self.registry.get(name)
+            self.registry.take_back(done)
+            await self._free(refused.digest if refused is not None else None)
             raise _vllm_error(error.message, error.status) from None
         if done.previous is not None and done.previous.digest != ref.digest:
             await self._free(done.previous.digest)
@@ -242,10 +244,6 @@ class Adapters:
         if reply.status is not None:
             self._client.statuses[ref.digest] = reply.status
         return ref
-
-    def _take_back(self, done: Registered) -> None:
-        """The engine refused what the headers promised: the name is as it was before."""
-        self.registry.take_back(done)
 
     def _unregister(self, name: str, expected_generation: int | None) -> AdapterEntry:
         try:

@@ -260,14 +260,16 @@ class Routes:
         with self._front.room_for(request):
             body = await self._front.parse(request, WarmBody)
         name = str(request.path_params["name"])
-        return json_response(await self._front.adapters.warm(name, body))
+        counts = self._front.metrics.adapters.traffic
+        return json_response(await self._front.adapters.warm(name, body, counts))
 
     async def evict(self, request: Request) -> Response:
         """POST /v1/adapters/{name}/evict"""
         with self._front.room_for(request):
             body = await self._front.parse(request, EvictBody)
         name = str(request.path_params["name"])
-        return json_response(await self._front.adapters.evict(name, body))
+        counts = self._front.metrics.adapters.traffic
+        return json_response(await self._front.adapters.evict(name, body, counts))
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
