@@ -21,6 +21,7 @@ from multilora_cli.adapters.digest import content_digest
 from multilora_cli.adapters.peft import read_adapter
 from multilora_cli.adapters.source import resolve_source
 from multilora_cli.adapters.source.base import SourceContext
+from multilora_cli.adapters.source.fetch import FetchLimits
 from multilora_cli.adapters.source.remote import Fetched, RemoteSource
 from multilora_cli.adapters.source.s3 import open_s3, parse_s3
 from multilora_cli.adapters.store import DiskStore
@@ -29,7 +30,7 @@ from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters import fault_origin as faults
 from tests.adapters.fault_origin import FaultOrigin
 from tests.adapters.spoil import CONFIG, WEIGHTS, write_good
-from tests.adapters.test_source_hub import LIMITS
+from tests.adapters.test_source_hub import IMPATIENT, LIMITS
 
 KEY, SECRET = "AKIACANARY", "secretCanary/With+Signs"
 VARIABLES = (
@@ -46,10 +47,11 @@ class Bucket:
 
     folder: Path
     store: DiskStore
+    limits: FetchLimits = LIMITS
 
     def fetch(self, text: str = "//adapters/acme/legal/", digest: str | None = None) -> Fetched:
         """`text` into the store, as a source that knows of no outage."""
-        source = RemoteSource(parse_s3, open_s3, LIMITS)
+        source = RemoteSource(parse_s3, open_s3, self.limits)
         return source.fetch(text, SourceContext(self.folder, store=self.store, digest=digest))
 
     def refused(self, text: str = "//adapters/acme/legal/", digest: str | None = None) -> str:
@@ -315,6 +317,7 @@ def test_f60_f61_one_failure(bad: tuple[FaultOrigin, Bucket], fault: faults.Faul
 def test_f61_to_f64(bad: tuple[FaultOrigin, Bucket], fault: faults.Fault, words: str) -> None:
     """F61, F63, F64: refused in words that name the origin, nothing left."""
     origin, bucket = bad
+    bucket.limits = IMPATIENT if fault in (faults.stall, faults.drip) else LIMITS
     origin.faults = {WEIGHTS + Q: [None, *[fault] * 9]}
     assert re.search(words, bucket.refused())
 
