@@ -1,6 +1,7 @@
 """`mlora bench`: heterogeneous loads anyone can repeat, on our server and on anybody's."""
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -147,6 +148,8 @@ def _run(console: Console, options: "BenchOptions", page: Path | None, output: P
     from multilora_cli.cli.bench_run import measure_all
     from multilora_cli.cli.bench_view import show_report
 
+    # A server of our own must not outlive us: a polite kill ends like Ctrl-C, which stops it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     value = asyncio.run(measure_all(console, options))
     if output is not None:
         write_json(value, output)
