@@ -59,7 +59,7 @@ def _card(options: "BenchOptions") -> "Gpu | None":
 def _request(path: Path | None, card: "Gpu | None") -> "PlanRequest":
     from multilora_cli.cli import plan
 
-    return plan._request(path, (), card, None)
+    return plan.plan_request(path, (), card, None)
 
 
 def _costs(request: "PlanRequest", card: "Gpu", adapters: "Sequence[Adapter]") -> "Costs":

@@ -63,7 +63,7 @@ def _one(
     from multilora_cli.errors import Refused
     from multilora_cli.sizing.report import plan_fleet, what_would_fit
 
-    request = _request(fleet, settings, card, assume)
+    request = plan_request(fleet, settings, card, assume)
     try:
         result = plan_fleet(request)
     except Refused as error:
@@ -97,7 +97,7 @@ def _what_if(
     for values in itertools.product(*(values for _, values in grid)):
         settings = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
         try:
-            rows.append((values, plan_fleet(_request(fleet, settings, card, assume))))
+            rows.append((values, plan_fleet(plan_request(fleet, settings, card, assume))))
         except (ModelError, Refused) as error:
             rows.append((values, error.message))
     show_grid(console, keys, rows)
@@ -136,7 +136,7 @@ def _card(gpu: str | None, gpu_memory: str | None) -> "Gpu | None":
         raise BadInput(f"--gpu-memory: {error}") from None
 
 
-def _request(
+def plan_request(
     path: Path | None, settings: Sequence[str], card: "Gpu | None", assume: str | None
 ) -> "PlanRequest":
     from multilora_cli.cli.base import compute_itemsize, fetch_config

@@ -178,7 +178,9 @@ async def background_server(fleet: Path, console: Console) -> AsyncIterator[str]
     import json
 
     from multilora_cli.errors import MloraError
+    from multilora_cli.fleet.load import load_fleet
 
+    load_fleet(fleet)  # a mistake in the file is told here, with its own exit code
     command = [sys.executable, "-m", "multilora_cli", "serve", str(fleet)]
     process = await asyncio.create_subprocess_exec(
         *command, "--port", "0", "--json",

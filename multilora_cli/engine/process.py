@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 EXIT_CRASHED = 70  # an error outside any request: the front starts a new engine
 _PR_SET_PDEATHSIG = 1
+_CREDENTIALS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 _SWITCH_S = 0.0005  # loader threads hold the interpreter for at most this long, not for 5 ms
 _STALLED_S = 1.0  # a step older than this is told of by the reader thread
 
@@ -67,6 +68,7 @@ def spawn(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]
                         pass_fds=[there.fileno()],
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
+                        env=_child_environment(),
                     )
                 )
         except OSError as error:
@@ -84,6 +86,15 @@ def spawn(config: EngineConfig) -> tuple[subprocess.Popen[bytes], socket.socket]
     with contextlib.suppress(OSError):  # a child that is gone already shows as end of file
         write_frame(here, msgspec.msgpack.encode(config))
     return process, here
+
+
+def _child_environment() -> dict[str, str]:
+    """The environment without the credentials of sources: the engine fetches nothing."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("AWS_") and name not in _CREDENTIALS
+    }
 
 
 class _Watch:

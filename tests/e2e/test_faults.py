@@ -133,7 +133,8 @@ def test_one_listening_socket_and_no_secret_in_the_children(
 ) -> None:
     """Promise 8 and G21: one port in the whole process tree; keys never reach the engine."""
     canary = "canary-" + "k" * 24
-    monkeypatch.setenv("MLORA_E2E_KEY", canary)
+    for name in ("MLORA_E2E_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, canary)
     fleet = signature_fleet.parent / "keyed.yaml"
     fleet.write_text(
         signature_fleet.read_text().replace("server: {", "server: {api_keys: [env:MLORA_E2E_KEY], ")
