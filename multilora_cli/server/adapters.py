@@ -176,7 +176,9 @@ class Adapters:
         }
 
     def _row(self, entry: AdapterEntry, counts: Mapping[str, int]) -> dict[str, Any]:
-        status = self._client.statuses.get(entry.digest or "") or _COLD
+        # A digest is known once every byte was read: then a verified copy is on this machine.
+        unheld = _COLD if entry.digest is None else _STORED
+        status = self._client.statuses.get(entry.digest or "") or unheld
         failed = entry.state == "failed"
         return {
             "id": entry.name,
@@ -267,6 +269,7 @@ class Adapters:
 
 
 _COLD = AdapterStatus("", "cold", 0, 0, 0, False, 0, 0, -1.0)
+_STORED = AdapterStatus("", "stored", 0, 0, 0, False, 0, 0, -1.0)
 
 
 def _generation(status: AdapterStatus, entries: list[AdapterEntry]) -> dict[str, Any]:

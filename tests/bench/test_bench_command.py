@@ -278,7 +278,7 @@ def test_cold_start_on_the_demo_fleet_tells_tiers(demo: Served) -> None:
     result = bench("--url", demo.url, "--preset", "cold-start", "--lengths", "8:4", "--json")
     value = json.loads(result.stdout)
     arms = {arm["label"]: arm["measures"] for arm in value["arms"]}
-    places = {"resident": "hot", "from host memory": "warm", "from disk": "cold"}
+    places = {"resident": "hot", "from host memory": "warm", "from disk": "stored"}
     assert list(arms) == ["first use", *places, "after reload", "base"]
     for label, tier in places.items():
         assert [(g["name"], g["requests"]) for g in arms[label]["per_tier"]] == [(tier, 8)]
