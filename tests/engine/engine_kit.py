@@ -1,5 +1,6 @@
 """An engine in this process, the adapters of a fleet, and answers by request."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,10 @@ class Rig:
         deltas = self.engine.step()
         self.steps += 1
         self.clock.time += 0.01
+        if not deltas and self.engine.idle_wait_s:
+            # As the real loop does: loaders are threads, and a loop that spins keeps them from
+            # the interpreter while the rig's clock runs on.
+            time.sleep(0.001)
         for delta in deltas:
             self._take(delta)
         for reply in self.engine.take_replies():
