@@ -49,7 +49,6 @@ def prepare(
     *,
     report: Report,
     debug: bool = False,
-    failpoints: dict[str, str] | None = None,
 ) -> Startup:
     """Read the fleet, find the base, read every adapter's headers. Raises MloraError."""
     loaded = load_fleet(path, overrides)
@@ -59,12 +58,13 @@ def prepare(
     folder = fetch_base(loaded, report)
     geometry = read_geometry(folder)
     report("base", 1, 1)
-    registry = _registry(loaded, folder, geometry, open_store(loaded, adapters))
+    roots = _roots(loaded, adapters)
+    registry = _registry(loaded, folder, geometry, roots, open_store(loaded, adapters))
     failures = _register(registry, adapters, report)
     digest = base_digest(folder)
     engine = _engine_config(loaded, folder, len(adapters), digest)
     if debug:
-        engine = msgspec.structs.replace(engine, debug=True, failpoints=failpoints or {})
+        engine = msgspec.structs.replace(engine, debug=True)
     return Startup(
         loaded=loaded,
         geometry=geometry,
@@ -77,7 +77,11 @@ def prepare(
 
 
 def _registry(
-    loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, store: DiskStore | None
+    loaded: LoadedFleet,
+    folder: Path,
+    geometry: ModelGeometry,
+    roots: Sequence[Path],
+    store: DiskStore | None,
 ) -> Registry:
     fleet = loaded.fleet
     base = ServedBase(
@@ -91,7 +95,7 @@ def _registry(
     return Registry(
         base,
         relative_to=loaded.folder,
-        roots=_roots(loaded),
+        roots=roots,
         cache=cache_folder() / "dummy",
         store=store,
     )
@@ -101,7 +105,7 @@ def _has_card(loaded: LoadedFleet) -> bool:
     return loaded.fleet.memory.device != "cpu" and local_card() is not None
 
 
-def _roots(loaded: LoadedFleet) -> tuple[Path, ...]:
+def _roots(loaded: LoadedFleet, adapters: Sequence[Adapter]) -> tuple[Path, ...]:
     """Where adapters may be loaded from at run time: what the file says, else its own folders."""
     named = loaded.fleet.server.adapter_roots
     if named:
@@ -110,7 +114,7 @@ def _roots(loaded: LoadedFleet) -> tuple[Path, ...]:
 
     own = {"demo": demo_adapter_path(DEMO_ADAPTERS[0]).parent, "dummy": cache_folder() / "dummy"}
     folders = set()
-    for adapter in expand_adapters(loaded):
+    for adapter in adapters:
         kind, colon, _ = adapter.source.partition(":")
         if not colon:
             folders.add((loaded.folder / Path(adapter.source).expanduser()).resolve().parent)
