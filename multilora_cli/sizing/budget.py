@@ -1,5 +1,6 @@
 """Device memory by part. The engine allocates from these numbers and `plan` prints them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from multilora_cli.errors import Refused
@@ -18,6 +19,12 @@ _BLOCKS_PER_PAGE = 16
 
 # Splits of a row's context that decode attention may run side by side.
 _DECODE_SPLITS = 32
+
+# Decode steps that are captured, in rows; a step runs as the next larger one, its spare rows idle.
+_GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# What the driver keeps of a captured step: its nodes, and what launching it again needs.
+GRAPH_BYTES_PER_LAYER = 64 * 1024
+GRAPH_BYTES = 2**20
 
 # The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
 # modules share one cell size (multilora_kernels.table).
@@ -53,6 +60,7 @@ class MemoryPlan:
     tables: int  # adapter table
     pool: int
     page_bytes: int
+    graphs: int = 0  # captured decode steps
 
     @property
     def num_pages(self) -> int:
@@ -66,6 +74,7 @@ class MemoryPlan:
             "pool": self.pool,
             "workspace": self.workspace,
             "tables": self.tables,
+            **({"graphs": self.graphs} if self.graphs else {}),
         }
 
 
@@ -114,20 +123,46 @@ def workspace_bytes(
 ) -> int:
     """High-water mark of one step's scratch: `max_tokens` rows, `max_seqs` of them sampled.
 
-    A layer holds hidden state, residual and normed input, then either q, k, v and the attention's
-    output, or gate, up and their product. Logits are float32 and the sampler keeps four such
+    Activations of one layer. Logits are float32 and the sampler keeps four such
     arrays (logits, sorted values, sorted indices as int64 count twice). LoRA intermediates are
     float32 [tokens, 3 x rank] of the widest launch (q, k, v). On a card, decode attention keeps
     float32 partial results of up to 32 splits a row and head (multilora_kernels.paged_decode).
     """
-    hidden = 3 * geometry.hidden_size
-    attention = 2 * geometry.q_size + 2 * geometry.kv_size
-    mlp = 3 * geometry.intermediate_size
-    rows = max_tokens * (hidden + max(attention, mlp)) * itemsize
+    rows = activation_bytes(geometry, itemsize, max_tokens)
     logits = 4 * max_seqs * geometry.vocab_size * 4
     partials = max_seqs * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
     lora = max_tokens * 3 * max_rank * 4
     return rows + logits + lora + (partials if on_card else 0)
+
+
+def graph_rows(max_seqs: int) -> tuple[int, ...]:
+    """Rows of the decode steps that are captured where up to `max_seqs` sequences run."""
+    covering = next((rows for rows in _GRAPH_ROWS if rows >= max_seqs), _GRAPH_ROWS[-1])
+    return tuple(rows for rows in _GRAPH_ROWS if rows <= covering)
+
+
+def graph_bytes(geometry: ModelGeometry, itemsize: int, rows: Sequence[int]) -> int:
+    """Device bytes of decode steps captured for each number of `rows`; 0 for none.
+
+    The driver's copies of all graphs, and the one pool that they share for activations: hidden
+    states, what a layer holds beside them, and the result, for the largest of them.
+    """
+    if not rows:
+        return 0
+    kept = len(rows) * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
+    return kept + activation_bytes(geometry, itemsize, max(rows))
+
+
+def activation_bytes(geometry: ModelGeometry, itemsize: int, num_tokens: int) -> int:
+    """What one layer's pass over `num_tokens` rows holds at its widest.
+
+    Hidden state, residual and normed input, then either q, k, v and the attention's output, or
+    gate, up and their product.
+    """
+    hidden = 3 * geometry.hidden_size
+    attention = 2 * geometry.q_size + 2 * geometry.kv_size
+    mlp = 3 * geometry.intermediate_size
+    return num_tokens * (hidden + max(attention, mlp)) * itemsize
 
 
 def num_slots(num_adapters: int) -> int:
@@ -151,17 +186,18 @@ def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int
 
 def plan_pool(
     geometry: ModelGeometry, available: int, *, kv_itemsize: int, weights: int, workspace: int,
-    tables: int,
+    tables: int, graphs: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """The pool that `available` bytes leave beside the rest. Raises Refused where none fits."""
     page = kv_page_bytes(geometry, kv_itemsize)
-    pool = (available - weights - workspace - tables) // page * page
+    pool = (available - weights - workspace - tables - graphs) // page * page
     if pool < page * 2:
-        need = weights + workspace + tables + 2 * page
+        need = weights + workspace + tables + graphs + 2 * page
         raise Refused(
             f"the base does not fit: {format_size(need)} needed (weights {format_size(weights)},"
-            f" workspace {format_size(workspace)}, tables {format_size(tables)}),"
+            f" workspace {format_size(workspace)}, tables {format_size(tables)},"
+            f" graphs {format_size(graphs)}),"
             f" {format_size(available)} available",
             hint="quantise the base, lower limits.max_num_batched_tokens, or use a larger card",
         )
-    return MemoryPlan(weights, workspace, tables, pool, page)
+    return MemoryPlan(weights, workspace, tables, pool, page, graphs)

@@ -3,7 +3,15 @@
 import pytest
 
 from multilora_cli.errors import BadInput, Refused
-from multilora_cli.sizing.budget import base_bytes, plan_pool, table_bytes, workspace_bytes
+from multilora_cli.sizing.budget import (
+    activation_bytes,
+    base_bytes,
+    graph_bytes,
+    graph_rows,
+    plan_pool,
+    table_bytes,
+    workspace_bytes,
+)
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
 from multilora_cli.sizing.pages import (
     TARGETS,
@@ -134,3 +142,26 @@ def test_attention_partials_are_counted_on_a_card() -> None:
     on_card = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
     on_cpu = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=False)
     assert on_card - on_cpu == decode_workspace_bytes(256, 32, 128) == 136_314_880
+
+
+@pytest.mark.parametrize(
+    ("max_seqs", "last", "count"),
+    [(1, 1, 1), (5, 8, 4), (64, 64, 9), (256, 256, 13), (4096, 512, 15)],
+)
+def test_captured_steps_cover_what_may_run(max_seqs: int, last: int, count: int) -> None:
+    rows = graph_rows(max_seqs)
+    assert rows[-1] == last and len(rows) == count and list(rows) == sorted(set(rows))
+
+
+def test_graphs_cost_by_their_number_and_share_one_pool() -> None:
+    def cost(*rows: int) -> int:
+        return graph_bytes(LLAMA3_8B, 2, rows)
+
+    assert cost() == 0
+    one = cost(64)
+    assert cost(32, 64) - one == one - activation_bytes(LLAMA3_8B, 2, 64)
+    plan = plan_pool(
+        LLAMA3_8B, 40 * 2**30, kv_itemsize=2, weights=2**30, workspace=0, tables=0, graphs=one
+    )
+    assert plan.parts()["graphs"] == one
+    assert 0 <= 40 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
