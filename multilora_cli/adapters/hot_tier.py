@@ -73,6 +73,11 @@ class HotTier:
         """Pages that all adapters together may take."""
         return self._evictor.adapter_limit
 
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether a slot can be taken now."""
+        return bool(self._free_slots)
+
     def make_room(self, plan: ImagePlan, order: int, idle: EvictionSource) -> bool:
         """Evict until `plan` has a slot and pages; False: not now, and nothing left in vain."""
         self._free_slots += self._fenced_slots.take_past()

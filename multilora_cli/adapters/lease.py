@@ -5,6 +5,9 @@ from enum import Enum
 from typing import Literal, Protocol
 
 Pin = Literal["hot", "warm"]
+# What keeps a lease from running: its bytes are on their way, no slot or no pages are free, or an
+# evict call that came before it has to be finished first.
+Obstacle = Literal["load", "slot", "pages", "drain"]
 
 
 class Version(Protocol):
@@ -41,8 +44,8 @@ class Failure:
 class Lease:
     """One sequence's claim on one version, from admission to its end.
 
-    `order` is the sequence's arrival number, `serial` the claim's own. A running lease holds the
-    slot; a waiting one asks for it.
+    `order` is the sequence's place in the order, `serial` the claim's own number. A running lease
+    holds the slot; a waiting one asks for it.
     """
 
     digest: str

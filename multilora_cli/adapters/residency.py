@@ -16,10 +16,20 @@ from concurrent.futures import Executor
 
 from multilora_cli.adapters.hot_tier import HotTier
 from multilora_cli.adapters.idle_adapters import IdleAdapters
-from multilora_cli.adapters.lease import Done, Failure, Lease, Pin, Standing, State, Version
+from multilora_cli.adapters.image_holds import ImageHolds
+from multilora_cli.adapters.lease import (
+    Done,
+    Failure,
+    Lease,
+    Obstacle,
+    Pin,
+    Standing,
+    State,
+    Version,
+)
 from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
 from multilora_cli.errors import MloraError
-from multilora_cli.memory.eviction import EvictionRule, decayed
+from multilora_cli.memory.eviction import EvictionRule
 from multilora_cli.memory.page_pool import IntegrityError
 
 _log = logging.getLogger(__name__)
@@ -44,6 +54,7 @@ class Residency:
     ) -> None:
         self._hot = hot
         self._warm = warm
+        self._holds = ImageHolds(warm)
         self._loaders = loaders
         self._rule = rule
         self._now = now
@@ -53,7 +64,6 @@ class Residency:
         self.idle = IdleAdapters(self._placed, self._evict_idle)
         self._pending: set[Entry] = set()
         self._serial = 0
-        self._host_releases = 0
         self._num_loading = 0
         self._pinned = 0  # pages of hot pinned adapters
         self._events: list[Standing] = []
@@ -67,7 +77,7 @@ class Residency:
     # ---- what sequences do
 
     def lease(self, version: Version, order: int) -> Lease:
-        """A claim on `version` for the sequence that arrived as number `order`; starts its load."""
+        """A claim on `version` for the sequence of place `order`; starts its load."""
         entry = self._entry(version)
         if entry.failure is not None and self._now() >= entry.failure.retry_at:
             self._reset(entry)
@@ -110,7 +120,7 @@ class Residency:
         entry.leases.remove(lease)
         entry.leases_changed()
         lease.released = True
-        self._unhold(entry)
+        self._holds.unhold(entry)
 
     def failure(self, lease: Lease) -> Failure | None:
         """Why the lease's adapter cannot be had, if its load failed."""
@@ -126,11 +136,32 @@ class Residency:
         is_warm = entry.state in (State.WARM, State.COPYING, State.HOT)
         return is_warm and entry.may_run(lease)
 
+    def obstacle(self, lease: Lease) -> Obstacle | None:
+        """What `acquire` waits for; None: it would give a slot now."""
+        entry = self._entries[lease.digest]
+        if not entry.may_run(lease):
+            return "drain"
+        if entry.state is State.HOT:
+            return None
+        if entry.state is not State.WARM:
+            return "load"
+        return "pages" if self._hot.has_free_slot else "slot"
+
+    def reorder(self, lease: Lease, order: int) -> None:
+        """The sequence's place in the order changed while it waits."""
+        lease.order = order
+        self._entries[lease.digest].leases_changed()
+
     def pages_needed(self, lease: Lease) -> int:
         """Pages the adapter has yet to take; 0 while unknown."""
         entry = self._entries[lease.digest]
         image = entry.image
         return image.plan.num_pages if image is not None and entry.placement is None else 0
+
+    def pages_held(self, lease: Lease) -> int:
+        """Pages of the pool that the adapter has."""
+        placement = self._entries[lease.digest].placement
+        return len(placement.pages) if placement is not None else 0
 
     def footprint(self, lease: Lease | None) -> int:
         """Pages that the lease's adapter, 0 while unknown, and all other pins take."""
@@ -218,7 +249,7 @@ class Residency:
                 tries -= not self._start_copy(entry, order)
                 self._finish_copy(entry)
                 self._answer_calls(entry)
-        self._pending = {entry for entry in self._pending if not self._settled(entry)}
+        self._pending = {e for e in self._pending if e.digest in self._entries and not e.is_settled}
         self._hot.flush()
 
     def busy(self) -> bool:
@@ -274,9 +305,9 @@ class Residency:
         try:
             entry.image = future.result()
         except NoHostRoom:
-            entry.blocked_at = self._host_releases
+            entry.blocked_at = self._holds.released
             self._set_state(entry, State.STORED)
-            self._give_way(entry)
+            self._holds.give_way(entry, self._pending)
         except MloraError as error:
             self._fail(entry, error.message)
         except Exception as error:
@@ -290,14 +321,14 @@ class Residency:
             self._set_state(entry, State.WARM)
             if entry.pin is not None:
                 self._warm.pin(entry.digest, True)
-            self._unhold(entry)
+            self._holds.unhold(entry)
 
     def _finish_copy(self, entry: Entry) -> None:
         placement = entry.placement
         if entry.state is not State.COPYING or placement is None or not placement.copy.done():
             return
         self._hot.enter(placement)
-        self._release_image(entry)
+        self._holds.release(entry)
         self._touch(entry)
         self._set_state(entry, State.HOT)
 
@@ -336,12 +367,12 @@ class Residency:
         if reason is not None and entry.pin is not None:
             self._warm.pin(entry.digest, False)
             entry.pin = None
-        self._unhold(entry)
+        self._holds.unhold(entry)
 
     def _start_load(self, entry: Entry) -> None:
         """Hand it to a loader thread, if one is free and host memory changed since it failed."""
         free = self._num_loading < self._num_loaders
-        if free and entry.blocked_at != self._host_releases:
+        if free and entry.blocked_at != self._holds.released:
             self._num_loading += 1
             entry.started_at = self._now()
             entry.loading = self._loaders.submit(self._warm.load, entry.version)
@@ -350,9 +381,7 @@ class Residency:
 
     def _start_copy(self, entry: Entry, order: int) -> bool:
         """Copy it to the device; False: there is no room for it now."""
-        if entry.image is None:
-            entry.image = self._warm.hold(entry.digest)
-        if entry.image is None:
+        if not self._holds.take(entry) or entry.image is None:
             self._set_state(entry, State.STORED)
             return True
         plan = entry.image.plan
@@ -390,27 +419,12 @@ class Residency:
         if entry.demand() is not None:
             self._pending.add(entry)
 
-    def _give_way(self, entry: Entry) -> None:
-        """Let go of the image of the newest waiting adapter, so that `entry` can load."""
-        mine = entry.demand()
-        held = [
-            (order, other)
-            for other in self._pending
-            if other.state is State.WARM
-            and other.image is not None
-            and (order := other.demand()) is not None
-        ]
-        if mine is not None and held:
-            order, newest = max(held, key=lambda pair: pair[0])
-            if order > mine:
-                self._release_image(newest)
-
     def _fail(self, entry: Entry, reason: str) -> None:
         first, longest = _RETRY_S
         pause = min(first * 2.0**entry.failures, longest)
         entry.failures += 1
         self.failed_loads += 1
-        self._release_image(entry)
+        self._holds.release(entry)
         entry.failure = Failure(reason, self._now() + pause)
         self._set_state(entry, State.FAILED)
 
@@ -430,40 +444,14 @@ class Residency:
         self._pending.add(entry)
 
     def _touch(self, entry: Entry) -> None:
-        now = self._now()
-        entry.uses = decayed(entry.uses, now - entry.used_at) + 1.0 if entry.used_at >= 0 else 1.0
-        entry.used_at = now
-        pages = len(entry.placement.pages) if entry.placement is not None else 1
-        reload_s = entry.reload_s(is_warm=self._warm.nbytes(entry.digest) > 0)
-        entry.score = self._rule.score(entry.uses, reload_s, pages)
-
-    def _unhold(self, entry: Entry) -> None:
-        """Let go of a warm image nobody wants on the device; it stays within the host budget."""
-        if entry.state is State.WARM and entry.image is not None and not entry.wants_hot():
-            self._release_image(entry)
-
-    def _release_image(self, entry: Entry) -> None:
-        if entry.image is not None:
-            entry.image = None
-            self._warm.release(entry.digest)
-            self._host_releases += 1
+        is_warm = self._warm.nbytes(entry.digest) > 0
+        entry.touch(self._now(), self._rule, is_warm=is_warm)
 
     def _drop_image(self, entry: Entry) -> int:
-        self._release_image(entry)
-        freed = self._warm.drop(entry.digest)
-        self._host_releases += 1
+        freed = self._holds.drop(entry)
         if entry.state is State.WARM:
             self._set_state(entry, State.STORED)
         return freed
-
-    def _settled(self, entry: Entry) -> bool:
-        if entry.state in (State.LOADING, State.COPYING) or entry.drains or entry.calls:
-            return False
-        if entry.state is State.FAILED or entry.digest not in self._entries:
-            return True
-        if entry.state is State.HOT or (entry.state is State.WARM and not entry.wants_hot()):
-            return True
-        return entry.demand() is None
 
     def _pinned_beside(self, entry: Entry) -> int:
         """Pages of hot pinned adapters other than `entry`."""
@@ -478,18 +466,7 @@ class Residency:
     def _standing(self, entry: Entry) -> Standing:
         if entry.state is State.WARM and not self._warm.nbytes(entry.digest):
             entry.state = State.STORED
-        return Standing(
-            digest=entry.digest,
-            state=entry.state,
-            pages=len(entry.placement.pages) if entry.placement is not None else 0,
-            host_bytes=self._warm.nbytes(entry.digest),
-            references=len(entry.leases),
-            pin=entry.pin,
-            loads=entry.loads,
-            hits=entry.hits,
-            idle_s=self._now() - entry.used_at if entry.used_at >= 0 else -1.0,
-            detail=entry.failure.reason if entry.failure is not None else "",
-        )
+        return entry.standing(self._now(), self._warm.nbytes(entry.digest))
 
     def _set_state(self, entry: Entry, state: State) -> None:
         if state is not entry.state:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from multilora_cli.adapters.hot_tier import Image, Placement
-from multilora_cli.adapters.lease import Failure, Lease, Pin, State, Version
+from multilora_cli.adapters.lease import Failure, Lease, Pin, Standing, State, Version
+from multilora_cli.memory.eviction import EvictionRule, decayed
 from multilora_cli.memory.page_pool import IntegrityError
 
 _COPY_BYTES_PER_S = 20e9  # host to device over PCIe 4 x16; only weighs eviction
 LOAD_S = 0.015  # reading and converting 27 MB from page cache, until measured
-NOBODY = 1 << 62  # the arrival number of what nobody waits for
+NOBODY = 1 << 128  # the place in the order of what nobody waits for
 
 
 class NoHostRoom(Exception):
@@ -101,7 +102,7 @@ class Entry:
         return all(lease.serial < drain.serial for drain in self.drains)
 
     def waiting_order(self) -> int:
-        """Arrival number of the oldest lease that waits and may run; NOBODY: none."""
+        """Place in the order of the first lease that waits and may run; NOBODY: none."""
         if self.oldest is None:
             waiting = (x.order for x in self.leases if not x.running and self.may_run(x))
             self.oldest = min(waiting, default=NOBODY)
@@ -120,12 +121,47 @@ class Entry:
         )
 
     def demand(self) -> int | None:
-        """How early it is asked for, as an arrival number; None: not at all."""
+        """How early it is asked for, as a place in the order; None: not at all."""
         order = min((call.order for call in self.calls), default=NOBODY)
         order = min(order, self.waiting_order())
         if order < NOBODY:
             return order
         return NOBODY - 1 if self.pin and not self.drains else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing has to be done for it between steps."""
+        if self.state in (State.LOADING, State.COPYING) or self.drains or self.calls:
+            return False
+        if self.state in (State.FAILED, State.HOT):
+            return True
+        return (self.state is State.WARM and not self.wants_hot()) or self.demand() is None
+
+    def touch(self, now: float, rule: EvictionRule, *, is_warm: bool) -> None:
+        """It is used now: what it is worth in the pool from here on."""
+        self.uses = self.uses_at(now) + 1.0
+        self.used_at = now
+        pages = len(self.placement.pages) if self.placement is not None else 1
+        self.score = rule.score(self.uses, self.reload_s(is_warm=is_warm), pages)
+
+    def uses_at(self, now: float) -> float:
+        """How often it was used, what is long ago counted less."""
+        return decayed(self.uses, now - self.used_at) if self.used_at >= 0 else 0.0
+
+    def standing(self, now: float, host_bytes: int) -> Standing:
+        """What it costs and how it is used."""
+        return Standing(
+            digest=self.digest,
+            state=self.state,
+            pages=len(self.placement.pages) if self.placement is not None else 0,
+            host_bytes=host_bytes,
+            references=len(self.leases),
+            pin=self.pin,
+            loads=self.loads,
+            hits=self.hits,
+            idle_s=now - self.used_at if self.used_at >= 0 else -1.0,
+            detail=self.failure.reason if self.failure is not None else "",
+        )
 
     def reload_s(self, *, is_warm: bool) -> float:
         """Seconds to have it hot again: a copy, and a load where no warm image is left."""

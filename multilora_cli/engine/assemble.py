@@ -17,6 +17,7 @@ from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.device_memory import Allocation, plan_memory
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
+from multilora_cli.engine.fair_order import FairOrder
 from multilora_cli.engine.messages import Ready
 from multilora_cli.engine.model_runner import ModelRunner
 from multilora_cli.engine.page_copier import PageCopier
@@ -114,8 +115,9 @@ class _Assembly:
             usable_pages=self.pool.usable,
             adapter_wait_s=config.adapter_wait_s,
             adapter_wait_limit_s=config.adapter_wait_limit_s,
+            max_adapter_pages=_pages_within(config.max_adapter_bytes, self.pool.page_bytes),
         )
-        return Scheduler(limits, self.kv, residency, self.now)
+        return Scheduler(limits, self.kv, residency, self.now, FairOrder(config.fairness))
 
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device."""
@@ -145,6 +147,10 @@ class _Assembly:
             allocated=allocated,
             notes=list(decoder.notes),
         )
+
+
+def _pages_within(num_bytes: int | None, page_bytes: int) -> int | None:
+    return None if num_bytes is None else num_bytes // page_bytes
 
 
 def build_engine(

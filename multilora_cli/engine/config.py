@@ -29,6 +29,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 1024  # sequences that may wait
     max_lora_rank: int = 512
     max_loras: int | None = None  # distinct adapters among the running; None: as many as slots
+    max_adapter_bytes: int | None = None  # of the distinct adapters that run at once; None: any
+    fairness: Literal["tenant", "adapter", "none"] = "tenant"  # what takes turns when all wait
     num_slots: int = 65  # rows of the adapter table; row 0 is the base
     pool_bytes: int | None = None
     device_bytes: int | None = None

@@ -192,7 +192,7 @@ class Engine:
         self.parts.residency.load(
             message.call_id,
             message.adapter,
-            self._arrivals,
+            self.parts.scheduler.fair.present(self._arrivals),
             hot=message.hot,
             pin=message.pin,
             priority=message.priority,
@@ -239,24 +239,28 @@ class Engine:
     def _sequence(self, message: Submit, index: int) -> Sequence:
         parts, adapter, params = self.parts, message.adapter, message.params
         self._arrivals += 1
-        order = self._arrivals
         digest = adapter.digest if adapter is not None else ""
         if index:
             params = msgspec.structs.replace(params, seed=(params.seed + index) % 2**63)
-        return Sequence(
-            seq_id=order,
+        sequence = Sequence(
+            seq_id=self._arrivals,
             request_id=message.request_id,
             index=index,
-            order=order,
+            order=0,
             params=params,
             tokens=array("i", message.prompt),
             prompt_len=len(message.prompt),
             max_len=min(len(message.prompt) + params.max_tokens, parts.max_model_len),
             root=root_key(parts.base_digest, digest, message.cache_salt),
             stop_ids=frozenset(params.stop_token_ids),
+            share=parts.scheduler.fair.share_of(message.tenant, digest),
+            weight=message.weight,
             adapter=adapter,
-            lease=parts.residency.lease(adapter, order) if adapter is not None else None,
         )
+        parts.scheduler.place(sequence)
+        if adapter is not None:
+            sequence.lease = parts.residency.lease(adapter, sequence.order)
+        return sequence
 
     def _end_all(self, fault: Fault) -> None:
         for sequence in self.parts.scheduler.sequences():
@@ -289,6 +293,8 @@ class Engine:
             counters=self._counters(),
             running_adapters=dict(running),
             waiting_adapters=dict(waiting),
+            waits=dict(parts.scheduler.waits.waiting),
+            wait_seconds=dict(parts.scheduler.waits.seconds),
             adapters=[_status(standing) for standing in parts.residency.standings()],
         )
 

@@ -50,6 +50,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     n: int = 1
     cache_salt: str = ""  # prefix-cache entries are shared only within one salt
     tenant: str = ""
+    weight: float = 1.0  # of its share, where several compete (engine.fair_order); above 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -205,6 +206,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     running_adapters: dict[str, int]  # digest -> running sequences
     waiting_adapters: dict[str, int]
     adapters: list[AdapterStatus]
+    waits: dict[str, int] = {}  # sequences by what they wait for (engine.waits)
+    wait_seconds: dict[str, float] = {}  # sequence-seconds waited, by the same
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):

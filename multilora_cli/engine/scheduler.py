@@ -1,10 +1,11 @@
 """Who runs in the next step.
 
 Running sequences decode first, then prompts go on in chunks, then waiting sequences are taken up
-in order of arrival. A sequence whose adapter is not hot is passed over; one that waited too long
-stops those behind it from taking what it needs. When pages run out the newest sequence gives its
-pages back and is computed again later. A sequence is taken up only with pages for all its known
-tokens and one more, so it always produces a token before it can be preempted.
+in order: of arrival, within fair shares (engine.fair_order). A sequence whose adapter is not hot is
+passed over; one that waited too long stops those behind it from taking what it needs. When pages
+run out the newest sequence gives its pages back and is computed again later. A sequence is taken up
+only with pages for all its known tokens and one more, so it always produces a token before it can
+be preempted.
 """
 
 from bisect import insort
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from multilora_cli.adapters.lease import Failure, Lease
+from multilora_cli.adapters.lease import Failure, Lease, Obstacle
 from multilora_cli.engine.batch_plan import ScheduledBatch, ScheduledRow
+from multilora_cli.engine.fair_order import FairOrder
 from multilora_cli.engine.messages import Delta, Fault, FinishReason
 from multilora_cli.engine.sequence import Sequence, Status
+from multilora_cli.engine.waits import Reason, Waits, reason_of
 from multilora_cli.memory.kv_cache import KVCache, pages_for
 from multilora_cli.memory.page_pool import IntegrityError
 from multilora_cli.memory.prefix_cache import extend_keys
@@ -25,7 +28,8 @@ from multilora_cli.memory.prefix_cache import extend_keys
 class Leases(Protocol):
     """What the scheduler asks of adapters (adapters.residency.Residency)."""
 
-    def is_ready(self, lease: Lease) -> bool: ...
+    def obstacle(self, lease: Lease) -> Obstacle | None: ...
+    def reorder(self, lease: Lease, order: int) -> None: ...
     def acquire(self, lease: Lease) -> int | None: ...
     def suspend(self, lease: Lease) -> None: ...
     def release(self, lease: Lease) -> None: ...
@@ -33,6 +37,7 @@ class Leases(Protocol):
     def is_loading(self, lease: Lease) -> bool: ...
     def waits_for_room(self, lease: Lease) -> bool: ...
     def pages_needed(self, lease: Lease) -> int: ...
+    def pages_held(self, lease: Lease) -> int: ...
     def footprint(self, lease: Lease | None) -> int: ...
 
 
@@ -46,26 +51,42 @@ class Limits:
     usable_pages: int
     adapter_wait_s: float
     adapter_wait_limit_s: float
+    max_adapter_pages: int | None = None  # of the distinct adapters among the running
 
 
 class Scheduler:
     """The waiting and running queues and the rules between them. `now` is monotonic seconds."""
 
     def __init__(
-        self, limits: Limits, kv: KVCache, leases: Leases, now: Callable[[], float]
+        self,
+        limits: Limits,
+        kv: KVCache,
+        leases: Leases,
+        now: Callable[[], float],
+        fair: FairOrder | None = None,
     ) -> None:
         self._limits = limits
         self._kv = kv
         self._leases = leases
         self._now = now
-        self._waiting: list[Sequence] = []  # both in order of arrival
+        self.fair = fair or FairOrder()
+        self.waits = Waits()
+        self._waiting: list[Sequence] = []  # both in order
         self._running: list[Sequence] = []
         self._requests: dict[int, list[Sequence]] = {}
         self._running_adapters: Counter[str] = Counter()
+        self._adapter_pages: dict[str, int] = {}  # of the running adapters
         self._ended: list[Delta] = []
         self.preemptions = 0
 
     # ---- in and out
+
+    def place(self, sequence: Sequence) -> None:
+        """Give a sequence that arrives its order, before it takes a lease and is added."""
+        if self.fair.needs_settling(sequence.share):
+            self._settle()
+        head = next((other for other in self._waiting if other.resumed_len < 0), None)
+        self.fair.place(sequence, head)
 
     def add(self, sequences: list[Sequence]) -> None:
         """Admit a request: one sequence that computes the prompt and its FORKING children."""
@@ -102,6 +123,7 @@ class Scheduler:
             self._waiting.remove(sequence)
         sequence.status = Status.FINISHED
         sequence.children = []
+        self.fair.ended(sequence)
         if sequence.lease is not None:
             self._leases.release(sequence.lease)
         request = self._requests[sequence.request_id]
@@ -132,6 +154,9 @@ class Scheduler:
         """Decide the next step; a batch without rows means that nothing can run now."""
         rows: list[ScheduledRow] = []
         preempted = self.preemptions
+        self.waits.begin(self._now())
+        if self.fair.needs_settling():
+            self._settle()
         budget = self._limits.max_num_batched_tokens
         for sequence in list(self._running):
             if sequence.remaining == 1 and self._has_room(sequence):
@@ -143,6 +168,8 @@ class Scheduler:
                 budget -= rows[-1].length
         if self.preemptions == preempted:
             self._admit(rows, budget)
+        else:
+            self.waits.count("kv_pages", len(self._waiting))
         rows.sort(key=lambda row: row.length > 1)
         return ScheduledBatch(tuple(rows), self._kv.pending_copies())
 
@@ -188,6 +215,9 @@ class Scheduler:
                 raise IntegrityError(f"sequence {sequence.seq_id} is {sequence.status} in no queue")
             if sequence.lease is not None and sequence.lease.running != (sequence in running):
                 raise IntegrityError(f"sequence {sequence.seq_id}: its lease says otherwise")
+        self.fair.check_integrity(self.sequences())
+        if set(self._adapter_pages) != set(self._running_adapters):
+            raise IntegrityError("the pages of running adapters are counted wrongly")
         if len(self._kv) != len(running):
             raise IntegrityError(f"{len(self._kv)} page tables, {len(running)} running")
         self._kv.check_integrity()
@@ -210,32 +240,51 @@ class Scheduler:
         return False
 
     def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
-        """Take up waiting sequences in order of arrival, as far as places and pages go."""
+        """Take up waiting sequences in their order, as far as places and pages go."""
         now = self._now()
         spare = 0
         overdue = False
-        for sequence in list(self._waiting):
+        waiting = list(self._waiting)
+        for index, sequence in enumerate(waiting):
             if budget <= 0 or len(self._running) >= self._limits.max_num_seqs:
+                self.waits.count("place", len(waiting) - index)
                 break
-            if self._is_hopeless(sequence, now) or (overdue and sequence.lease is not None):
+            if self._is_hopeless(sequence, now):
                 continue
-            if not self._is_ready(sequence):
+            obstacle = self._obstacle(sequence, overdue)
+            if obstacle is not None:
+                self.waits.count(obstacle)
                 if not overdue and self._is_overdue(sequence, now):
                     overdue = True
                     spare = self._needs(sequence)
                 continue
             if not self._take_up(sequence, spare):
+                self.waits.count("kv_pages", len(waiting) - index)
                 break
             rows.append(self._row(sequence, min(budget, sequence.remaining)))
             budget -= rows[-1].length
 
-    def _is_ready(self, sequence: Sequence) -> bool:
-        """Whether its adapter is hot and may be among the running."""
-        if sequence.lease is None:
+    def _obstacle(self, sequence: Sequence, overdue: bool) -> Reason | None:
+        """What keeps a waiting sequence's adapter from running with it."""
+        lease = sequence.lease
+        if lease is None:
+            return None
+        if overdue:
+            return "turn"
+        found = self._leases.obstacle(lease)
+        if found is not None:
+            return reason_of(found)
+        return None if self._fits_step(sequence.owner, lease) else "adapter_budget"
+
+    def _fits_step(self, owner: str, lease: Lease) -> bool:
+        """Whether a hot adapter may be among the running; one alone always may."""
+        pages = self._adapter_pages
+        if owner in pages or not pages:
             return True
-        adapters = self._running_adapters
-        full = len(adapters) >= self._limits.max_adapters and sequence.owner not in adapters
-        return not full and self._leases.is_ready(sequence.lease)
+        most = self._limits.max_adapter_pages
+        if most is not None and sum(pages.values()) + self._leases.pages_held(lease) > most:
+            return False
+        return len(pages) < self._limits.max_adapters
 
     def _is_overdue(self, sequence: Sequence, now: float) -> bool:
         """Whether it waited too long for what those behind it would take. A load is no such wait:
@@ -308,7 +357,9 @@ class Scheduler:
                 raise IntegrityError(f"sequence {sequence.seq_id}: its adapter is not hot")
             sequence.slot = slot
             self._running_adapters[sequence.owner] += 1
+            self._adapter_pages[sequence.owner] = self._leases.pages_held(sequence.lease)
         sequence.status = Status.RUNNING
+        self.fair.taken_up(sequence)
         insort(self._running, sequence, key=lambda s: s.order)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -321,6 +372,7 @@ class Scheduler:
             self._running_adapters[sequence.owner] -= 1
             if not self._running_adapters[sequence.owner]:
                 del self._running_adapters[sequence.owner]
+                del self._adapter_pages[sequence.owner]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -334,6 +386,16 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.waiting_since = self._now()
         insort(self._waiting, sequence, key=lambda s: s.order)
+
+    def _settle(self) -> None:
+        """Costs are known now that were guessed: waiting sequences get their places anew."""
+        self.fair.settle(self._waiting, self._move)
+        self._waiting.sort(key=lambda s: s.order)
+
+    def _move(self, sequence: Sequence, order: int) -> None:
+        sequence.order = order
+        if sequence.lease is not None:
+            self._leases.reorder(sequence.lease, order)
 
 
 def _too_long(sequence: Sequence, pages: int) -> Fault:

@@ -19,18 +19,21 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer to one request. `order` is its arrival number: lower goes first."""
+    """One answer to one request. `order` is its place (engine.fair_order): lower goes first."""
 
     seq_id: int
     request_id: int
     index: int
-    order: int
+    order: int  # given when it is admitted
     params: SamplingParams
     tokens: "array[int]"  # prompt and output
     prompt_len: int
     max_len: int  # it ends with this many tokens
     root: bytes  # parent key of its first KV block
     stop_ids: frozenset[int]
+    share: str = ""  # whose part of the machine it uses
+    weight: float = 1.0  # of its share
+    charged: int = 0  # what its share was charged for it
     adapter: AdapterRef | None = None
     lease: Lease | None = None  # None: the base model, slot 0
     waiting_since: float = 0.0
