@@ -5,6 +5,7 @@ run: writing the same K and V twice does no harm, and one request's fault ends o
 """
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -52,6 +53,9 @@ class ModelRunner:
         self._builder = builder
         self._pool = pool
         self._failpoints = failpoints
+        # Called with request id, position of the first row and float32 [rows, vocab] of logits of
+        # prompt tokens, before they are cut down to what was asked for: `mlora verify` compares them.
+        self.on_prompt_logits: Callable[[int, int, torch.Tensor], None] | None = None
 
     def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
         """One result per row, in order."""
@@ -146,6 +150,8 @@ class ModelRunner:
         for offset in range(0, max(count, 0), _PROMPT_ROWS):
             size = min(_PROMPT_ROWS, count - offset)
             logits = self._decoder.logits(hidden[first + offset : first + offset + size])
+            if self.on_prompt_logits is not None:
+                self.on_prompt_logits(sequence.request_id, row.start + offset, logits)
             start = row.start + offset + 1
             targets = sequence.tokens[start : start + size].tolist()
             ids = torch.tensor(targets, device=hidden.device)
