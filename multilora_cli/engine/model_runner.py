@@ -54,7 +54,7 @@ class ModelRunner:
         self._pool = pool
         self._failpoints = failpoints
         # Called with request id, position of the first row and float32 [rows, vocab] of logits of
-        # prompt tokens, before they are cut down to what was asked for: `mlora verify` compares them.
+        # prompt tokens, before they are cut down to what was asked for. `mlora verify` compares.
         self.on_prompt_logits: Callable[[int, int, torch.Tensor], None] | None = None
 
     def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
