@@ -1,8 +1,71 @@
-"""The pool seen as pages of keys and values, for the kernels and for their torch paths."""
+"""The pool seen as pages of keys and values, for the kernels and for their torch paths.
+
+K and V lie in the compute dtype, or as FP8 (e4m3) without a scale: rounded to the nearest code,
+magnitudes beyond 448 become 448, NaN stays NaN. e4m3 keeps four significant bits from 2^-6 to
+448 wherever a value lies there, so a scale would move the range and win no precision.
+
+Where Triton has no e4m3 (before sm_89, and in the interpreter, whose cast gets carries wrong) the
+kernels see raw codes as uint8 and convert by integer arithmetic, with the same result.
+"""
 
 import torch
+import triton
+import triton.language as tl
 
+from multilora_kernels.launch import chip_of
 from multilora_kernels.layout import TOKENS_PER_PAGE
+
+FP8 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+
+@triton.jit
+def widen_kv(x, COMPUTE: tl.constexpr):
+    """Loaded keys or values as COMPUTE; uint8 holds e4m3 codes."""
+    if x.dtype == tl.uint8:
+        code = x.to(tl.int32)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        # e4m3's fields in fp32's place read as the value times 2^-120, subnormals included.
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+        return value.to(COMPUTE)
+    else:
+        return x.to(COMPUTE)
+
+
+@triton.jit
+def narrow_kv(x, ELEMENT: tl.constexpr):
+    """Keys or values as the pool's ELEMENT type; uint8 takes e4m3 codes."""
+    if tl.uint8 == ELEMENT:
+        value = x.to(tl.float32)
+        size = tl.minimum(tl.abs(value), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        # Halves to even at three bits of mantissa; the exponent's bias falls from 127 to 7.
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+        # Adding 2^14 leaves units of 2^-9, e4m3's smallest, in the last bits.
+        subnormal = (size + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        code = tl.where(size < 0.015625, subnormal, normal)
+        code = tl.where(value == value, code, 0x7F)
+        return (code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    elif tl.float8e4nv == ELEMENT:
+        # Through fp32: the cast saturates on every chip that has it.
+        return x.to(tl.float32).to(ELEMENT)
+    else:
+        return x.to(ELEMENT)
+
+
+def kv_elements(pool: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """The pool as kernels address it: a view in `kv_dtype`, or uint8 where that is FP8's code."""
+    if kv_dtype == FP8 and not (pool.is_cuda and chip_of(pool.device.index or 0).has_fp8):
+        return pool
+    return pool.view(kv_dtype)
+
+
+def to_kv(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """`x` in `kv_dtype`, as the kernels round it."""
+    if kv_dtype == FP8:
+        x = x.float().clamp(-E4M3_MAX, E4M3_MAX)
+    return x.to(kv_dtype)
 
 
 def kv_pages(
@@ -14,9 +77,9 @@ def kv_pages(
 
 
 def gather_kv(
-    pages: torch.Tensor, table: torch.Tensor, first: int, seq_len: int
+    pages: torch.Tensor, table: torch.Tensor, first: int, seq_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tokens [first, seq_len), each [B, Hkv, seq_len - first, D].
+    """K and V of tokens [first, seq_len) as `dtype`, each [B, Hkv, seq_len - first, D].
 
     `pages` is one layer's [num_pages, 2, Hkv, 16, D], `table` [B, at least the pages needed].
     """
@@ -24,5 +87,5 @@ def gather_kv(
     used = table[:, skipped : -(-seq_len // TOKENS_PER_PAGE)].long()
     tokens = pages[used].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [2, B, Hkv, tokens, D]
     start = skipped * TOKENS_PER_PAGE
-    kept = tokens[..., first - start : seq_len - start, :]
+    kept = tokens[..., first - start : seq_len - start, :].to(dtype)
     return kept[0], kept[1]

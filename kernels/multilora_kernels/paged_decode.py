@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.kv_pages import gather_kv
+from multilora_kernels.kv_pages import gather_kv, kv_elements, widen_kv
 from multilora_kernels.launch import Chip, chip_of, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
@@ -66,14 +66,14 @@ def _attend_tile(
     mask = seen[:, None] & (d < HEAD_DIM)[None, :]
     k = tl.load(head_ptr + at, mask=mask, other=0.0)
     v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
-    score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale_log2
+    score = tl.dot(q, tl.trans(widen_kv(k, COMPUTE)), input_precision="ieee") * scale_log2
     score = tl.where(seen[None, :], score, float("-inf"))
     # An integer: exp2 of a difference of two is exact, and so is every product with it.
     new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
     p = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(p.to(COMPUTE), widen_kv(v, COMPUTE), acc * shrink[:, None], input_precision="ieee")
     return acc, total, new_top
 
 
@@ -329,10 +329,12 @@ def paged_decode(
     sliding_window: int | None,
     out: torch.Tensor,
     choice: dict[str, Any] | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Attention of the first `batch.num_decodes` rows of q [T, Hq, D], written to out in place."""
+    kv_dtype = kv_dtype or q.dtype
     rows, heads, head_dim = batch.num_decodes, q.shape[1], q.shape[2]
-    group, itemsize = heads // num_kv_heads, q.element_size()
+    group, itemsize = heads // num_kv_heads, kv_dtype.itemsize
     assert rows * num_kv_heads <= MAX_COUNTERS and out.is_contiguous()
     if choice is None:
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
@@ -347,7 +349,7 @@ def paged_decode(
     state = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
     decode_kernel[(max(slots, rows * num_kv_heads),)](
         q,
-        pool.view(q.dtype),
+        kv_elements(pool, kv_dtype),
         out,
         partial,
         state,
@@ -399,7 +401,7 @@ def decode_ref(
 ) -> torch.Tensor:
     """One query token each for B sequences of one length: q [B, Hq, D] -> [B, Hq, D]."""
     first = 0 if sliding_window is None else max(0, seq_len - sliding_window)
-    keys, values = gather_kv(pages, table, first, seq_len)
+    keys, values = gather_kv(pages, table, first, seq_len, q.dtype)
     # The query heads of one KV head see the same keys, so they can stand where query tokens do.
     grouped = q.unflatten(1, (keys.shape[1], -1))
     out = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)

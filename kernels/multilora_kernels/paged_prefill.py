@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.kv_pages import gather_kv
+from multilora_kernels.kv_pages import gather_kv, kv_elements, widen_kv
 from multilora_kernels.launch import Chip, chip_of, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.paged_decode import compute_type
@@ -68,7 +68,7 @@ def _attend(
         else:
             k = tl.load(head_ptr + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
             v = tl.load(head_ptr + value_offset + at, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee")
+        score = tl.dot(q, tl.trans(widen_kv(k, COMPUTE)), input_precision="ieee")
         if MASKED:
             seen = (n[None, :] <= position[:, None]) & (n < end)[None, :]
             if WINDOWED:
@@ -83,7 +83,7 @@ def _attend(
         shrink = tl.exp2(top - safe_top)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        acc = tl.dot(p.to(COMPUTE), v.to(COMPUTE), acc, input_precision="ieee")
+        acc = tl.dot(p.to(COMPUTE), widen_kv(v, COMPUTE), acc, input_precision="ieee")
         top = new_top
     return acc, total, top
 
@@ -203,8 +203,10 @@ def paged_prefill(
     sliding_window: int | None,
     out: torch.Tensor,
     choice: dict[str, Any] | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Attention of every sequence after the first `batch.num_decodes`, written to out in place."""
+    kv_dtype = kv_dtype or q.dtype
     rows = batch.num_sequences - batch.num_decodes
     head_dim, itemsize = q.shape[2], q.element_size()
     group = q.shape[1] // num_kv_heads
@@ -215,14 +217,14 @@ def paged_prefill(
     tiles = triton.cdiv(batch.max_query_len, choice["BLOCK_M"] // group)
     prefill_kernel[(num_kv_heads, rows, tiles)](
         q,
-        pool.view(q.dtype),
+        kv_elements(pool, kv_dtype),
         out,
         batch.query_start,
         batch.seq_lens,
         batch.page_table,
         q.stride(0),
         batch.page_table.stride(0),
-        pool.shape[1] // itemsize,
+        pool.shape[1] // kv_dtype.itemsize,
         layer * 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim,
         scale * 1.4426950408889634,
         sliding_window or 0,
@@ -250,7 +252,7 @@ def prefill_ref(
     query_len = q.shape[0]
     before = seq_len - query_len
     first = 0 if sliding_window is None else max(0, before - sliding_window + 1)
-    keys, values = gather_kv(pages, table[None], first, seq_len)
+    keys, values = gather_kv(pages, table[None], first, seq_len, q.dtype)
     position = torch.arange(before, seq_len, device=q.device)[:, None]
     key_position = torch.arange(first, seq_len, device=q.device)[None, :]
     seen = key_position <= position

@@ -7,7 +7,7 @@
 
 packed        [T, Hq + 2 Hkv, D]      bf16, fp16 or fp32; q, k, v heads in this order
 cos, sin      [T, 1, D / 2]           fp32, contiguous
-pool          [num_pages, page_bytes] uint8, written in place; layout as in `store_kv`
+pool          [num_pages, page_bytes] uint8, written in place; layout and dtypes as in `store_kv`
 slot_mapping  [T] int64               page * 16 + offset in the page; -1 skips the token's K and V
 out           [T, Hq, D]              packed's dtype
 
@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.kv_pages import FP8, kv_elements, narrow_kv
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.rms_norm import rms_norm_ref
 from multilora_kernels.store_kv import store_kv_ref
@@ -96,9 +97,10 @@ def rope_store_kv_kernel(
         # K heads and V heads follow each other in a page as they do in the packed row.
         page_ptr = pages_ptr + slot // TOKENS * page_elements + layer_start
         kv_head = (head - NUM_HEADS)[:, None]
-        target = page_ptr + (kv_head * TOKENS + slot % TOKENS) * HEAD_DIM + i[None, :]
-        tl.store(target, turned_low, mask=mask & (kv_head >= 0))
-        tl.store(target + HALF, turned_high, mask=mask & (kv_head >= 0))
+        kv_target = page_ptr + (kv_head * TOKENS + slot % TOKENS) * HEAD_DIM + i[None, :]
+        KV: tl.constexpr = pages_ptr.dtype.element_ty
+        tl.store(kv_target, narrow_kv(turned_low, KV), mask=mask & (kv_head >= 0))
+        tl.store(kv_target + HALF, narrow_kv(turned_high, KV), mask=mask & (kv_head >= 0))
 
 
 def launch_choice(half: int) -> dict[str, int]:
@@ -116,11 +118,14 @@ def rope_store_kv(
     num_kv_heads: int,
     slot_mapping: torch.Tensor,
     norm: HeadNorm | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Queries [T, Hq, D] of packed [T, Hq + 2 Hkv, D]; K and V go to the pool, in place.
 
-    `tables` are cos and sin [T, 1, D / 2] of the tokens' positions.
+    `tables` are cos and sin [T, 1, D / 2] of the tokens' positions. `kv_dtype` is how the pool
+    holds K and V: float8_e4m3fn, or None for packed's dtype.
     """
+    kv_dtype = kv_dtype or packed.dtype
     tokens, all_heads, head_dim = packed.shape
     cos, sin = tables
     assert packed.stride(2) == 1 and packed.stride(1) == head_dim and head_dim % 2 == 0
@@ -130,10 +135,11 @@ def rope_store_kv(
     assert slot_mapping.shape == (tokens,) and slot_mapping.dtype == torch.int64
     layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
     assert pool.dtype == torch.uint8 and pool.is_contiguous()
-    assert pool.shape[1] == num_layers * layer_elements * packed.element_size()
+    assert kv_dtype in (packed.dtype, FP8)
+    assert pool.shape[1] == num_layers * layer_elements * kv_dtype.itemsize
     if packed.device.type == "cpu" and not triton.knobs.runtime.interpret:
         return rope_store_kv_ref(
-            packed, tables, pool, layer, num_layers, num_kv_heads, slot_mapping, norm
+            packed, tables, pool, layer, num_layers, num_kv_heads, slot_mapping, norm, kv_dtype
         )
     num_heads = all_heads - 2 * num_kv_heads
     out = torch.empty(tokens, num_heads, head_dim, dtype=packed.dtype, device=packed.device)
@@ -147,7 +153,7 @@ def rope_store_kv(
         sin,
         packed if norm is None else norm.q_weight,
         packed if norm is None else norm.k_weight,
-        pool.view(packed.dtype),
+        kv_elements(pool, kv_dtype),
         slot_mapping,
         packed.stride(0),
         num_layers * layer_elements,
@@ -172,13 +178,14 @@ def rope_store_kv_ref(
     num_kv_heads: int,
     slot_mapping: torch.Tensor,
     norm: HeadNorm | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The same in torch, also the path on a CPU."""
     q, k, v = packed.split((packed.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     if norm is not None:
         q = rms_norm_ref(q, norm.q_weight, norm.eps)
         k = rms_norm_ref(k, norm.k_weight, norm.eps)
-    store_kv_ref(_rotate(k, *tables), v, pool, layer, num_layers, slot_mapping)
+    store_kv_ref(_rotate(k, *tables), v, pool, layer, num_layers, slot_mapping, kv_dtype)
     return _rotate(q, *tables)
 
 

@@ -3,8 +3,8 @@
     page(slot_mapping[t] // 16)[layer, 0, :, slot_mapping[t] % 16] = k[t]      (V: index 1)
 
 k, v          [T, Hkv, D]             bf16, fp16 or fp32; a token's heads contiguous
-pool          [num_pages, page_bytes] uint8, written in place; a page viewed in k's dtype is
-              [num_layers, 2 (K, V), Hkv, 16 (tokens), D]
+pool          [num_pages, page_bytes] uint8, written in place; a page viewed in the KV dtype, which
+              is k's or FP8 (see kv_pages), is [num_layers, 2 (K, V), Hkv, 16 (tokens), D]
 slot_mapping  [T] int64               page * 16 + offset in the page; -1 skips the token
 """
 
@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.kv_pages import FP8, kv_elements, kv_pages, narrow_kv, to_kv
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 
@@ -41,9 +42,12 @@ def store_kv_kernel(
     inside = (element // HEAD_DIM) * (TOKENS * HEAD_DIM) + element % HEAD_DIM
     target = pages_ptr + (slot // TOKENS) * page_elements + layer_start
     target += (slot % TOKENS) * HEAD_DIM + inside
-    tl.store(target, tl.load(k_ptr + token * stride_kt + element, mask=mask), mask=mask)
+    KV: tl.constexpr = pages_ptr.dtype.element_ty
+    k = tl.load(k_ptr + token * stride_kt + element, mask=mask)
+    tl.store(target, narrow_kv(k, KV), mask=mask)
     target += num_elements * TOKENS
-    tl.store(target, tl.load(v_ptr + token * stride_vt + element, mask=mask), mask=mask)
+    v = tl.load(v_ptr + token * stride_vt + element, mask=mask)
+    tl.store(target, narrow_kv(v, KV), mask=mask)
 
 
 def launch_choice(num_elements: int) -> dict[str, Any]:
@@ -59,8 +63,13 @@ def store_kv(
     layer: int,
     num_layers: int,
     slot_mapping: torch.Tensor,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
-    """Store k and v [T, Hkv, D] of `layer` at `slot_mapping` [T]; the pool changes in place."""
+    """Store k and v [T, Hkv, D] of `layer` at `slot_mapping` [T]; the pool changes in place.
+
+    `kv_dtype` is how the pool holds them: float8_e4m3fn, or None for k's dtype.
+    """
+    kv_dtype = kv_dtype or k.dtype
     assert k.shape == v.shape and k.ndim == 3 and k.dtype == v.dtype
     tokens, heads, head_dim = k.shape
     for tensor in (k, v):
@@ -68,15 +77,16 @@ def store_kv(
     assert slot_mapping.shape == (tokens,) and slot_mapping.dtype == torch.int64
     assert pool.dtype == torch.uint8 and pool.is_contiguous() and 0 <= layer < num_layers
     layer_elements = 2 * heads * TOKENS_PER_PAGE * head_dim
-    assert pool.shape[1] == num_layers * layer_elements * k.element_size()
+    assert kv_dtype in (k.dtype, FP8)
+    assert pool.shape[1] == num_layers * layer_elements * kv_dtype.itemsize
     if tokens == 0:
         return
     if k.device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return store_kv_ref(k, v, pool, layer, num_layers, slot_mapping)
+        return store_kv_ref(k, v, pool, layer, num_layers, slot_mapping, kv_dtype)
     store_kv_kernel[(tokens,)](
         k,
         v,
-        pool.view(k.dtype),
+        kv_elements(pool, kv_dtype),
         slot_mapping,
         k.stride(0),
         v.stride(0),
@@ -96,12 +106,13 @@ def store_kv_ref(
     layer: int,
     num_layers: int,
     slot_mapping: torch.Tensor,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """The same in torch, also the path on a CPU."""
-    heads, head_dim = k.shape[1:]
-    pages = pool.view(k.dtype).view(-1, num_layers, 2, heads, TOKENS_PER_PAGE, head_dim)
+    kv_dtype = kv_dtype or k.dtype
+    pages = kv_pages(pool, kv_dtype, *k.shape[1:])
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     page, offset = slots // TOKENS_PER_PAGE, slots % TOKENS_PER_PAGE
-    pages[page, layer, 0, :, offset] = k[kept]
-    pages[page, layer, 1, :, offset] = v[kept]
+    pages[page, layer, 0, :, offset] = to_kv(k[kept], kv_dtype)
+    pages[page, layer, 1, :, offset] = to_kv(v[kept], kv_dtype)

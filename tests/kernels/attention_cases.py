@@ -25,6 +25,7 @@ class AttentionCase:
     keys: list[torch.Tensor]  # per sequence [seq_len, Hkv, D]
     values: list[torch.Tensor]
     query_lens: list[int]
+    kv_dtype: torch.dtype | None = None  # of the pool; None: q's
 
     def row(self, index: int) -> "AttentionCase":
         """Sequence `index` alone, in the same pool."""
@@ -39,7 +40,7 @@ class AttentionCase:
             int(self.batch.seq_lens[index]),
         )
         q = self.q[start : start + count]
-        kv = ([self.keys[index]], [self.values[index]], [count])
+        kv = ([self.keys[index]], [self.values[index]], [count], self.kv_dtype)
         return AttentionCase(q, self.pool, self.layer, self.num_kv_heads, batch, self.scale, *kv)
 
 
@@ -53,6 +54,7 @@ def attention_case(
     num_layers: int = 2,
     layer: int = 1,
     spread: int = 3,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionCase:
     """Sequences of (query_len, seq_len), decode rows first, on randomly placed pages.
 
@@ -64,13 +66,14 @@ def attention_case(
     num_pages = max(1, sum(needed)) * spread
     order = torch.randperm(num_pages, generator=generator).tolist()
     shape = (num_pages, num_layers, 2, kv_heads, TOKENS, head_dim)
-    view = torch.full(shape, float("nan"), dtype=dtype)
+    stored = kv_dtype or dtype
+    view = torch.full(shape, float("nan")).to(stored)
     # An id far outside the pool: reading an entry past the context cannot pass unseen.
     table = torch.full((len(lens), max([1, *needed]) + 1), 2**30, dtype=torch.int32)
     keys, values = [], []
     for index, (_, seq_len) in enumerate(lens):
         key, value = (
-            torch.randn(seq_len, kv_heads, head_dim, generator=generator).to(dtype)
+            torch.randn(seq_len, kv_heads, head_dim, generator=generator).to(stored)
             for _ in range(2)
         )
         for number in range(needed[index]):
@@ -80,8 +83,8 @@ def attention_case(
             count = part.stop - part.start
             view[page, layer, 0, :, :count] = key[part].transpose(0, 1)
             view[page, layer, 1, :, :count] = value[part].transpose(0, 1)
-        keys.append(key.to(device))
-        values.append(value.to(device))
+        keys.append(key.to(dtype).to(device))
+        values.append(value.to(dtype).to(device))
     query_lens = [query_len for query_len, _ in lens]
     q = torch.randn(sum(query_lens), query_heads, head_dim, generator=generator).to(dtype)
     starts = torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32)
@@ -97,7 +100,7 @@ def attention_case(
     pool = view.view(num_pages, -1).view(torch.uint8).to(device)
     scale = head_dim**-0.5
     return AttentionCase(
-        q.to(device), pool, layer, kv_heads, batch, scale, keys, values, query_lens
+        q.to(device), pool, layer, kv_heads, batch, scale, keys, values, query_lens, kv_dtype
     )
 
 

@@ -9,7 +9,7 @@ from multilora_kernels.paged_prefill import prefill_choice, prefill_kernel
 from multilora_kernels.store_kv import launch_choice, store_kv_kernel
 from tests.kernels.aot import ARCHITECTURES, assert_fits
 
-# (head_dim, query heads per KV head, dtype, sliding window)
+# (head_dim, query heads per KV head, dtype of queries, sliding window)
 SHAPES = [
     (128, 4, torch.bfloat16, False),
     (64, 7, torch.float16, True),
@@ -20,6 +20,8 @@ SHAPES = [
 # Every shape where shared memory is least, the commonest one everywhere.
 CASES = [(shape, sm) for shape in SHAPES for sm in ARCHITECTURES if sm == 89 or shape is SHAPES[0]]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Pages of FP8: the commonest shape everywhere, the largest tiles where shared memory is least.
+FP8_CASES = [*((SHAPES[0], sm) for sm in ARCHITECTURES), (SHAPES[3], 89)]
 
 
 def power_of_2(number: int) -> int:
@@ -44,17 +46,23 @@ def common(head_dim: int, group: int, dtype: torch.dtype, windowed: bool) -> dic
     }
 
 
-@pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
-def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
+def fp8_pages(sm: int) -> str:
+    """Type of the pages of an FP8 cache: raw codes where Triton knows no e4m3."""
+    return "*fp8e4nv" if Chip("", sm, 1).has_fp8 else "*u8"
+
+
+def compile_decode(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool) -> None:
     head_dim, group, dtype, _ = shape
+    pages = fp8_pages(sm) if fp8 else f"*{NAMES[dtype]}"
     signature = types_of(
         dtype,
-        ("q_ptr", "pages_ptr", "out_ptr"),
-        "partial_ptr:*fp32 state_ptr:*fp32 arrived_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32"
+        ("q_ptr", "out_ptr"),
+        f"pages_ptr:{pages}"
+        " partial_ptr:*fp32 state_ptr:*fp32 arrived_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32"
         " stride_qt:i32:16 stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32"
         " window:i32 rows:i32 slots:i32 min_split:i32",
     )
-    choice = decode_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize)
+    choice = decode_choice(Chip("", sm, 128), head_dim, group, 1 if fp8 else dtype.itemsize)
     warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
     del choice["slots"], choice["min_split"]
     constants = {
@@ -67,13 +75,14 @@ def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> 
     assert_fits(decode_kernel, signature, constants, sm, warps, stages)
 
 
-@pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
-def test_prefill_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
+def compile_prefill(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool) -> None:
     head_dim, group, dtype, _ = shape
+    pages = fp8_pages(sm) if fp8 else f"*{NAMES[dtype]}"
     signature = types_of(
         dtype,
-        ("q_ptr", "pages_ptr", "out_ptr"),
-        "query_start_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32 stride_qt:i32:16"
+        ("q_ptr", "out_ptr"),
+        f"pages_ptr:{pages}"
+        " query_start_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32 stride_qt:i32:16"
         " stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32 window:i32"
         " first_row:i32",
     )
@@ -82,14 +91,35 @@ def test_prefill_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) ->
     assert_fits(prefill_kernel, signature, {**common(*shape), **choice}, sm, warps, stages)
 
 
+@pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
+def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
+    compile_decode(shape, sm, fp8=False)
+
+
+@pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
+def test_prefill_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
+    compile_prefill(shape, sm, fp8=False)
+
+
+@pytest.mark.parametrize(("shape", "sm"), FP8_CASES, ids=str)
+def test_attention_on_fp8_pages_compiles(
+    shape: tuple[int, int, torch.dtype, bool], sm: int
+) -> None:
+    compile_decode(shape, sm, fp8=True)
+    compile_prefill(shape, sm, fp8=True)
+
+
 @pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", NAMES, ids=str)
-def test_store_kv_compiles(dtype: torch.dtype, sm: int) -> None:
+@pytest.mark.parametrize("dtype", [*NAMES, None], ids=str)
+def test_store_kv_compiles(dtype: torch.dtype | None, sm: int) -> None:
+    """None: bf16 into FP8 pages."""
+    kv = torch.bfloat16 if dtype is None else dtype
+    pages = fp8_pages(sm) if dtype is None else f"*{NAMES[kv]}"
     signature = types_of(
-        dtype,
-        ("k_ptr", "v_ptr", "pages_ptr"),
-        "slot_mapping_ptr:*i64 stride_kt:i32:16 stride_vt:i32:16 page_elements:i32:16"
-        " layer_start:i32:16",
+        kv,
+        ("k_ptr", "v_ptr"),
+        f"pages_ptr:{pages} slot_mapping_ptr:*i64 stride_kt:i32:16 stride_vt:i32:16"
+        " page_elements:i32:16 layer_start:i32:16",
     )
     choice = launch_choice(1024)
     warps = choice.pop("num_warps")

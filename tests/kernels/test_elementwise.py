@@ -140,11 +140,13 @@ def test_elementwise_compiles(sm: int) -> None:
     assert_fits(rms_norm_kernel, {**tensors, **strides}, constants, sm, 8)
     signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "stride_xt": "i32:16", "size": "i32:16"}
     assert_fits(silu_mul_kernel, signature, {"BLOCK": 1024}, sm, 4)
-    names = ("out_ptr", "packed_ptr", "q_weight_ptr", "k_weight_ptr", "pages_ptr")
+    names = ("out_ptr", "packed_ptr", "q_weight_ptr", "k_weight_ptr")
     signature = {**dict.fromkeys(names, "*bf16"), "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     signature |= {"slot_mapping_ptr": "*i64", "eps": "fp32"}
     signature |= dict.fromkeys(("stride_pt", "page_elements", "layer_start"), "i32:16")
     choice = launch_choice(64)
     warps = choice.pop("num_warps")
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "TOKENS": 16, "NORMED": True}
-    assert_fits(rope_store_kv_kernel, signature, {**heads, **choice}, sm, warps)
+    for pages in ("*bf16", "*fp8e4nv" if sm >= 89 else "*u8"):
+        kinds = {**signature, "pages_ptr": pages}
+        assert_fits(rope_store_kv_kernel, kinds, {**heads, **choice}, sm, warps)

@@ -34,8 +34,9 @@ def chip(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
     return paged_attention(
-        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, window
-    )
+        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, window,
+        case.kv_dtype,
+    )  # fmt: skip
 
 
 def check(case: AttentionCase, out: torch.Tensor, window: int | None = None) -> None:
@@ -86,11 +87,11 @@ def test_division_over_programs_keeps_the_bits_gpu(window: int | None) -> None:
     choice = decode_choice(H200, 128, 4, 2)
     arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
     expected = torch.empty_like(case.q)
-    paged_decode(*arguments, window, expected, {**choice, "slots": 1})
+    paged_decode(*arguments, window, expected, {**choice, "slots": 1}, case.kv_dtype)
     check(case, expected, window)
     for slots in (7, 60, 132, 264, 500, 2000, 100_000):
         out = torch.full_like(case.q, float("nan"))
-        paged_decode(*arguments, window, out, {**choice, "slots": slots})
+        paged_decode(*arguments, window, out, {**choice, "slots": slots}, case.kv_dtype)
         assert torch.equal(out, expected), slots
 
 
