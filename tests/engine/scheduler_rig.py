@@ -44,6 +44,7 @@ class PageModel:
         self.faults = 0.0
         self.prompt_tokens: Counter[int] = Counter()
         self.batches: list[ScheduledBatch] = []
+        self.distinct: list[int] = []  # adapters of each batch
 
     def forget(self, pages: Items[int]) -> None:
         """Pages that were given back."""
@@ -54,6 +55,7 @@ class PageModel:
     def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
         """Check the decision, then write and sample."""
         self.batches.append(batch)
+        self.distinct.append(batch.num_adapters)
         assert batch.num_tokens <= self.limits.max_num_batched_tokens
         assert len(batch.rows) <= self.limits.max_num_seqs
         assert batch.num_adapters <= self.limits.max_adapters
