@@ -126,7 +126,7 @@ class _Assembly:
             self.allocation.device,
             max_rank=self.config.max_lora_rank,
         )
-        builder = BatchBuilder(self.buffer.pages, self.table, segments)
+        builder = BatchBuilder(self.buffer.pages, self.table, segments, self.allocation.kv_dtype)
         return ModelRunner(decoder, builder, self.buffer.pages, self.failpoints)
 
     def ready(self, decoder: Decoder) -> Ready:

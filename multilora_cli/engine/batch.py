@@ -31,8 +31,11 @@ class StepTensors:
 class BatchBuilder:
     """Turns scheduled rows into tensors on `device`."""
 
-    def __init__(self, pool: torch.Tensor, table: AdapterTable, segments: Segments) -> None:
+    def __init__(
+        self, pool: torch.Tensor, table: AdapterTable, segments: Segments, kv_dtype: torch.dtype
+    ) -> None:
         self._pool = pool
+        self._kv_dtype = kv_dtype
         self._table = table
         self._segments = segments
         self._device = pool.device
@@ -64,6 +67,7 @@ class BatchBuilder:
             attention=attention,
             table=self._table,
             segments=self._segments,
+            kv_dtype=self._kv_dtype,
         )
         return StepTensors(self._on(token_ids), self._on(positions), context, ends - 1)
 

@@ -20,6 +20,7 @@ from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.units import format_size
+from multilora_kernels.kv_pages import FP8
 
 _CPU_POOL_MAX = 2 * 2**30
 _CPU_SHARE = 4  # a quarter of what is free
@@ -38,6 +39,7 @@ class Allocation:
 
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     plan: MemoryPlan
     max_blocks: int
     quantization: Quantization  # of the base's linears, as they lie on the device
@@ -79,14 +81,18 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def choose_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """How K and V lie in the pool: `fp8` is e4m3 without a scale, `auto` the compute dtype."""
+    return FP8 if name == "fp8" else dtype
+
+
 def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
     """Cut the device's memory into weights, workspace, tables and pool. Raises MloraError."""
-    if config.kv_cache_dtype != "auto":
-        raise BadInput(f"base.kv_cache_dtype: {config.kv_cache_dtype} is not served yet")
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     itemsize = dtype.itemsize
-    page_bytes = kv_page_bytes(geometry, itemsize)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype)
+    page_bytes = kv_page_bytes(geometry, kv_dtype.itemsize)
     quantization = base_quantization(
         Path(config.model_path),
         geometry,
@@ -116,12 +122,12 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
     plan = plan_pool(
         geometry,
         available,
-        kv_itemsize=itemsize,
+        kv_itemsize=kv_dtype.itemsize,
         weights=weights,
         workspace=workspace,
         tables=tables,
     )
-    return Allocation(device, dtype, plan, blocks, quantization)
+    return Allocation(device, dtype, kv_dtype, plan, blocks, quantization)
 
 
 def _available(config: EngineConfig, device: torch.device) -> int:

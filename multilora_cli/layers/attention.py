@@ -51,7 +51,7 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *tables), rotate(k, *tables)
-        store_kv(k, v, ctx.pool, layer, shape.num_layers, ctx.slot_mapping)
+        store_kv(k, v, ctx.pool, layer, shape.num_layers, ctx.slot_mapping, ctx.kv_dtype)
         attended = paged_attention(
             q,
             ctx.pool,
@@ -60,5 +60,6 @@ class Attention:
             ctx.attention,
             scale=shape.head_dim**-0.5,
             sliding_window=shape.sliding_window,
+            kv_dtype=ctx.kv_dtype,
         )
         return self.out(attended.flatten(1), ctx)

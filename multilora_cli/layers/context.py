@@ -18,3 +18,4 @@ class StepContext:
     attention: AttentionBatch
     table: AdapterTable | None = None  # None with segments None: no adapter in this step
     segments: Segments | None = None
+    kv_dtype: torch.dtype | None = None  # how the pool holds K and V; None: in the compute dtype

@@ -69,7 +69,7 @@ def storage_notes(stored: StoredLinears) -> tuple[str, ...]:
     if stored.unused:
         notes.append(
             f"{len(stored.unused)} scales for an FP8 KV cache are not used: K and V are kept in"
-            " the compute dtype"
+            " the compute dtype, or as FP8 without a scale (base.kv_cache_dtype: fp8)"
         )
     return tuple(notes)
 

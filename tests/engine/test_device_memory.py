@@ -45,11 +45,26 @@ def test_a_base_that_does_not_fit_is_refused_with_numbers(fleet: SignatureFleet)
         build_engine(config)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_kv_takes_one_byte_an_element(fleet: SignatureFleet, dtype: str) -> None:
+    """A page is smaller by the compute dtype's width; what is planned is what is allocated."""
+    shares = {}
+    for kv in ("auto", "fp8"):
+        config = EngineConfig(
+            model_path=str(fleet.base), pool_bytes=2**24, dtype=dtype, kv_cache_dtype=kv
+        )
+        ready = build_engine(config).parts.ready
+        assert ready.allocated["pool"] == ready.planned["pool"]
+        shares[kv] = ready
+    width = 4 if dtype == "float32" else 2
+    assert shares["auto"].page_bytes == width * shares["fp8"].page_bytes
+    assert shares["fp8"].num_pages >= width * (shares["auto"].num_pages - 1)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"device": "tpu"}, "memory.device"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"max_model_len": 5000}, "max_model_len"),
     ],
 )

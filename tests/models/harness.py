@@ -67,11 +67,17 @@ class PagedRunner:
     """A decoder with a pool, a page allocator and an adapter table."""
 
     def __init__(
-        self, decoder: Decoder, num_pages: int = 256, num_slots: int = 9, seed: int = 0
+        self,
+        decoder: Decoder,
+        num_pages: int = 256,
+        num_slots: int = 9,
+        seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         geometry, device = decoder.geometry, decoder.device
         self.decoder = decoder
-        itemsize = decoder.dtype.itemsize
+        self.kv_dtype = kv_dtype or decoder.dtype
+        itemsize = self.kv_dtype.itemsize
         size = page_bytes(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, itemsize)
         self.pool = torch.full((num_pages, size), 0xFF, dtype=torch.uint8, device=device)
         self.free = list(range(num_pages))
@@ -111,6 +117,7 @@ class PagedRunner:
             attention=_attention(ordered, device),
             table=self.table,
             segments=segments,
+            kv_dtype=self.kv_dtype,
         )
         hidden = self.decoder.forward(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), context
