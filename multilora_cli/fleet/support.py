@@ -16,8 +16,6 @@ def check_served(loaded: LoadedFleet) -> None:
 
 def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
     fleet = loaded.fleet
-    if fleet.base.kv_cache_dtype != "auto":
-        yield "base.kv_cache_dtype", "KV is kept in the compute dtype"
     for index, entry in enumerate(fleet.adapters):
         key = f"adapters.{index}"
         if isinstance(entry, AdapterPattern):
