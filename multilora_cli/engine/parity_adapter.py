@@ -85,14 +85,7 @@ class MergedAdapter:
         self, layer: int, module: str, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight fp32 [out, in] and bias [out] of one projection as the adapter makes them."""
-        tensors = self._places.get((layer, module), {})
-        rows, path = slice(None), projection_name(layer, module)
-        if not tensors and module in _FUSED:
-            fused, members = _FUSED[module]
-            tensors = self._places.get((layer, fused), {})
-            before = sum(self._shapes[name][1] for name in members[: members.index(module)])
-            rows = slice(before, before + self._shapes[module][1])
-            path = path.removesuffix(module) + fused
+        tensors, rows, path = self._stored(layer, module)
         if "lora_A" in tensors:
             factor, scale = self._read(tensors["lora_A"]), self._scale(path, tensors["lora_A"])
             weight = weight + scale * (self._read(tensors["lora_B"])[rows] @ factor)
@@ -100,6 +93,25 @@ class MergedAdapter:
             length = self._read(tensors["lora_magnitude_vector"]).reshape(-1)[rows]
             weight = weight * (length / weight.norm(dim=1))[:, None]
         return weight, self._read(tensors["bias"])[rows] if "bias" in tensors else bias
+
+    def is_idle(self, layer: int, module: str, x: torch.Tensor) -> bool:
+        """Whether one projection stays the base's: B (A x) is zero for x fp32 [in, N]."""
+        tensors, rows, _ = self._stored(layer, module)
+        if tensors.keys() - {"lora_A", "lora_B"}:
+            return False
+        delta = self._read(tensors["lora_B"])[rows] @ (self._read(tensors["lora_A"]) @ x)
+        return not bool(delta.any())
+
+    def _stored(self, layer: int, module: str) -> tuple[Mapping[str, TensorEntry], slice, str]:
+        """A projection's tensors, its rows of those that are fused, and PEFT's path of it."""
+        path = projection_name(layer, module)
+        own = self._places.get((layer, module), {})
+        if own or module not in _FUSED:
+            return own, slice(None), path
+        fused, members = _FUSED[module]
+        before = sum(self._shapes[name][1] for name in members[: members.index(module)])
+        rows = slice(before, before + self._shapes[module][1])
+        return self._places.get((layer, fused), {}), rows, path.removesuffix(module) + fused
 
     def embedding(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Embeddings of token `ids` int64 [N]; `rows` are the base's, fp32 [N, hidden].
