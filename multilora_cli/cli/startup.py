@@ -62,7 +62,7 @@ def prepare(
     registry = _registry(loaded, folder, geometry, roots, open_store(loaded, adapters))
     failures = _register(registry, adapters, report)
     digest = base_digest(folder)
-    engine = _engine_config(loaded, folder, len(adapters), digest)
+    engine = engine_config(loaded, folder, len(adapters), digest)
     if debug:
         engine = msgspec.structs.replace(engine, debug=True)
     return Startup(
@@ -174,9 +174,10 @@ def _server_config(
     )
 
 
-def _engine_config(
+def engine_config(
     loaded: LoadedFleet, folder: Path, num_adapters: int, digest: str
 ) -> EngineConfig:
+    """What the engine is started with for a fleet whose base lies in `folder`."""
     fleet = loaded.fleet
     return EngineConfig(
         model_path=str(folder),

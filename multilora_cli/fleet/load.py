@@ -45,7 +45,17 @@ def find_fleet(path: Path | None) -> Path:
 def load_fleet(path: Path | None = None, overrides: Sequence[str] = ()) -> LoadedFleet:
     """Read, override and check a fleet file. Raises FleetError, one line per mistake."""
     file = find_fleet(path).absolute()
-    document = read_yaml(file)
+    return _checked(read_yaml(file), file, overrides)
+
+
+def make_fleet(
+    values: dict[str, Any], overrides: Sequence[str] = (), *, name: str = "command line"
+) -> LoadedFleet:
+    """A fleet that no file holds, relative paths from the working folder; `name` for errors."""
+    return _checked(Document(values, {}), Path.cwd() / name, overrides)
+
+
+def _checked(document: Document, file: Path, overrides: Sequence[str]) -> LoadedFleet:
     if not isinstance(document.value, dict):
         kind = type(document.value).__name__
         raise FleetError(f"{file}:1:1: found {kind}, expected keys such as `base:`")
