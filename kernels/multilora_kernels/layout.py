@@ -13,6 +13,12 @@ Blocks are packed into whole pages of the pool by best fit over the entire image
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 TOKENS_PER_PAGE = 16
 TILE_RANKS = 16
@@ -81,6 +87,19 @@ class Block:
     offset: int
 
 
+class BlockColumns(NamedTuple):
+    """The blocks of a plan column by column, int64 [num_blocks] each."""
+
+    layer: "npt.NDArray[np.int64]"
+    module: "npt.NDArray[np.int64]"  # index in MODULES
+    is_b: "npt.NDArray[np.int64]"
+    tile: "npt.NDArray[np.int64]"
+    is_narrow: "npt.NDArray[np.int64]"  # 1 where the tile is 8 ranks wide
+    start: "npt.NDArray[np.int64]"
+    page: "npt.NDArray[np.int64]"
+    element: "npt.NDArray[np.int64]"  # offset within the page
+
+
 @dataclass(frozen=True)
 class ImagePlan:
     """Where every block of one adapter lies in the pages of its image."""
@@ -96,6 +115,34 @@ class ImagePlan:
     def wasted_bytes(self) -> int:
         """Bytes of the image's pages that hold nothing."""
         return self.num_pages * self.page_bytes - self.used_bytes
+
+    @cached_property
+    def tiles(self) -> Mapping[str, int]:
+        """Rank tiles by module, at the layer where the module's rank is largest."""
+        tiles: dict[str, int] = {}
+        for (_, module), rank in self.ranks.items():
+            tiles[module] = max(tiles.get(module, 0), num_tiles(rank))
+        return tiles
+
+    @cached_property
+    def columns(self) -> BlockColumns:
+        """The blocks as arrays: 1 ms for 2,000 of them, once, on the thread that made the plan."""
+        import numpy as np  # `mlora plan` makes plans without it
+
+        rows = [
+            (
+                block.layer,
+                MODULES.index(block.module),
+                block.matrix == "b",
+                block.rank_start // TILE_RANKS,
+                block.rank_width == 8,
+                block.start,
+                block.page,
+                block.offset // self.itemsize,
+            )
+            for block in self.blocks
+        ]
+        return BlockColumns(*np.array(rows, dtype=np.int64).reshape(-1, 8).T.copy())
 
 
 @dataclass(frozen=True, slots=True)

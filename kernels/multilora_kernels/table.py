@@ -132,14 +132,14 @@ class AdapterTable:
     def can_hold(self, plan: ImagePlan) -> bool:
         """Whether the cells for `plan` are free."""
         self._settle(plan)
-        return sum(_tiles_of(plan).values()) <= len(self._free)
+        return sum(plan.tiles.values()) <= len(self._free)
 
     def set(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
         """Let `slot` stand for the image laid out by `plan`; pages[i] holds image page i."""
         assert 0 < slot < self.num_slots and len(pages) == plan.num_pages
         self.clear(slot)
         self._settle(plan)
-        tiles = _tiles_of(plan)
+        tiles = plan.tiles
         needed = sum(tiles.values())
         if needed > len(self._free):
             raise RuntimeError(
@@ -165,7 +165,7 @@ class AdapterTable:
         self.tiles[slot] = 0
         self.cells[slot] = _ABSENT
         self._offsets_cpu[:, record.cells] = _ABSENT
-        self._free.extend(int(cell) for cell in record.cells)
+        self._free.extend(record.cells.tolist())
         self._touch(record.cells)
 
     def flush(self) -> None:
@@ -178,10 +178,9 @@ class AdapterTable:
         if len(cells) == self.num_cells:
             self._staging.upload(self.offsets, changed)
             return
-        index = torch.empty(len(cells), dtype=torch.int64, device=self.device)
-        values = torch.empty(changed.shape, dtype=torch.int64, device=self.device)
-        self._staging.upload(index, cells)
-        self._staging.upload(values, changed)
+        both = torch.empty(cells.size + changed.size, dtype=torch.int64, device=self.device)
+        self._staging.upload(both, np.concatenate((cells, changed.reshape(-1))))
+        index, values = both[: cells.size], both[cells.size :].view(changed.shape)
         self.offsets.index_copy_(1, index, values)
 
     def blocks(self, slot: int, layer: int, module: str) -> tuple[PlacedBlock, ...]:
@@ -233,30 +232,18 @@ class AdapterTable:
         self._free = list(range(num_cells - 1, -1, -1))
 
     def _write_entries(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
-        geometry = self.geometry
+        geometry, blocks = self.geometry, plan.columns
         assert geometry is not None
-        cells = self.cells[slot]
+        a_chunks = np.array([geometry.a_chunks.get(m, 0) for m in MODULES], dtype=np.int64)
+        cell = self.cells[slot][blocks.module, blocks.tile]
+        column = blocks.start // geometry.chunk + blocks.is_b * a_chunks[blocks.module]
         page_elements = plan.page_bytes // plan.itemsize
-        for block in plan.blocks:
-            module = MODULES.index(block.module)
-            column = block.start // geometry.chunk
-            if block.matrix == "b":
-                column += geometry.a_chunks[block.module]
-            element = pages[block.page] * page_elements + block.offset // plan.itemsize
-            cell = cells[module, block.rank_start // TILE_RANKS]
-            self._offsets_cpu[block.layer, cell, column] = element | (block.rank_width == 8)
+        first = np.asarray(pages, dtype=np.int64)[blocks.page] * page_elements
+        self._offsets_cpu[blocks.layer, cell, column] = (first + blocks.element) | blocks.is_narrow
 
     def _touch(self, cells: npt.NDArray[np.int32]) -> None:
-        self._dirty.update(int(cell) for cell in cells)
+        self._dirty.update(cells.tolist())
         self.version += 1
-
-
-def _tiles_of(plan: ImagePlan) -> dict[str, int]:
-    """Rank tiles by module, at the layer where the module's rank is largest."""
-    tiles: dict[str, int] = {}
-    for (_, module), rank in plan.ranks.items():
-        tiles[module] = max(tiles.get(module, 0), -(-rank // TILE_RANKS))
-    return tiles
 
 
 def _place(plan: ImagePlan, pages: Sequence[int]) -> dict[tuple[int, str], tuple[PlacedBlock, ...]]:

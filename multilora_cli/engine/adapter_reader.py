@@ -72,6 +72,7 @@ class AdapterReader:
         if plan is None:
             shapes = self._geometry.module_shapes
             plan = plan_image(ranks, shapes, self._page_bytes, self._dtype.itemsize)
+            _ = plan.columns, plan.tiles  # here rather than on the step thread
             if len(self._plans) < _PLANS_MAX:
                 self._plans[key] = plan
         return plan
