@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from multilora_cli.cli.bench_offline import offline
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption
 
@@ -17,15 +18,18 @@ if TYPE_CHECKING:
 
 
 class _DefaultRun(TyperGroup):
-    """`mlora bench FLEET ...` is `mlora bench run FLEET ...`."""
+    """`mlora bench FLEET ...` is `mlora bench run FLEET ...`, --offline is `offline`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in self.commands:
+        if "--offline" in args:
+            args = ["offline", *(arg for arg in args if arg != "--offline")]
+        elif not args or args[0] not in self.commands:
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
 app = typer.Typer(cls=_DefaultRun, no_args_is_help=False)
+app.command("offline")(offline)
 
 
 @app.callback()
@@ -94,9 +98,6 @@ def run(
         Path | None, typer.Option(help="Write one HTML page with tables and plots.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="The engine without HTTP (not yet).")
-    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -109,10 +110,7 @@ def run(
     Example: mlora bench fleet.example.yaml --heterogeneous --report bench.html
     """
     from multilora_cli.cli.bench_run import BenchOptions, check_writable, parse_rate, pick_preset
-    from multilora_cli.errors import Refused
 
-    if offline:
-        raise Refused("--offline: not yet", hint="leave it out: the load then goes over HTTP")
     check_writable(report, "--report")
     check_writable(output, "--output")
     options = BenchOptions(

@@ -1,0 +1,98 @@
+"""The neutral workload of the engine benchmark: what any engine can be asked to do.
+
+B requests are submitted at once, greedily, end of sequence ignored, and no two prompts share a
+prefix. A setting says which adapters they ask for: request i asks for adapter i mod n.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from multilora_cli.engine.messages import AdapterRef, SamplingParams, Submit
+from multilora_cli.errors import BadInput
+
+GiB = 2**30
+ADAPTERS = 64
+# KV of the other settings, beside room for every adapter; `pool` has the 2.69 GiB that eight slots
+# of rank 16 and their KV cache took together in the engine compared with.
+KV_BYTES = 9 * GiB
+POOL_BYTES = int(2.69 * GiB)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which adapters a batch asks for. `sources` are `dummy:` texts, one an adapter."""
+
+    name: str
+    title: str
+    sources: tuple[str, ...] = ()
+    is_tight: bool = False  # one small pool for adapters and KV together
+
+
+def make_settings(names: Sequence[str], count: int = ADAPTERS) -> tuple[Setting, ...]:
+    """Settings by name, with `count` adapters where they are distinct. Raises BadInput."""
+    known = {setting.name: setting for setting in _all_settings(count)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadInput(f"--settings {','.join(unknown)}: expected some of {','.join(known)}")
+    return tuple(known[name] for name in dict.fromkeys(names))
+
+
+SETTINGS = ("base", "one", "distinct", "mixed", "pool")
+
+
+def _all_settings(count: int) -> tuple[Setting, ...]:
+    ranks = (8, 16, 32, 64)
+    return (
+        Setting("base", "base only"),
+        Setting("one", "1 adapter r16 on all seven, shared", (_source(16, "all", 0),)),
+        Setting(
+            "distinct",
+            f"{count} distinct r16 on all seven",
+            tuple(_source(16, "all", seed) for seed in range(count)),
+        ),
+        Setting(
+            "mixed",
+            f"{count} distinct r8/16/32/64 on attention",
+            tuple(_source(ranks[seed % 4], "attention", seed) for seed in range(count)),
+        ),
+        Setting(
+            "pool",
+            f"{count} distinct r16 on attention, one pool",
+            tuple(_source(16, "attention", seed) for seed in range(count)),
+            is_tight=True,
+        ),
+    )
+
+
+def _source(rank: int, targets: str, seed: int) -> str:
+    return f"dummy:rank={rank},targets={targets},seed={seed}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Lengths in tokens of every request, and how often each batch is measured."""
+
+    input_tokens: int = 128
+    output_tokens: int = 128
+    rounds: int = 1
+    seed: int = 0
+
+
+def make_submits(
+    shape: Shape, batch: int, adapters: Sequence[AdapterRef], vocab_size: int, first_id: int
+) -> list[Submit]:
+    """One batch with prompts of its own; request ids from `first_id` on, which no other has."""
+    params = SamplingParams(max_tokens=shape.output_tokens, temperature=0.0)
+    rng = np.random.Generator(np.random.PCG64([shape.seed, first_id]))
+    prompts = rng.integers(0, vocab_size, size=(batch, shape.input_tokens)).tolist()
+    return [
+        Submit(
+            first_id + index,
+            prompt,
+            params,
+            adapters[index % len(adapters)] if adapters else None,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

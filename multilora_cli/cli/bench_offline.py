@@ -1,0 +1,329 @@
+"""`mlora bench --offline`: the engine in this process, without HTTP and without text."""
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from multilora_cli.cli.console import Console
+from multilora_cli.cli.options import JsonOption, QuietOption
+
+if TYPE_CHECKING:
+    from multilora_cli.bench.neutral import Setting, Shape
+    from multilora_cli.bench.offline import Driver
+    from multilora_cli.bench.offline_report import Phases
+    from multilora_cli.cli.bench_engine import EngineOptions
+    from multilora_cli.engine.engine import Engine
+    from multilora_cli.engine.messages import AdapterRef, Submit
+    from multilora_cli.sizing.hardware import Gpu
+
+
+def offline(
+    model: Annotated[
+        str, typer.Option(help="A shape by name, or a folder with a config.json.")
+    ] = "llama-3-8b",
+    settings: Annotated[
+        str, typer.Option(help="Who is asked: base, one, distinct, mixed, pool.")
+    ] = "base,one,distinct,mixed,pool",
+    quantization: Annotated[str, typer.Option(help="Of the base: none, fp8, awq.")] = "none",
+    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,16,64,256",
+    lengths: Annotated[str, typer.Option(help="IN:OUT tokens.")] = "128:128",
+    rounds: Annotated[
+        int, typer.Option(help="Measured batches a cell, after one to warm up.", min=1, max=100)
+    ] = 1,
+    adapters: Annotated[
+        int, typer.Option(help="Adapters where they are distinct.", min=1, max=4096)
+    ] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
+    kv: Annotated[str, typer.Option(help="Memory for KV beside all adapters.")] = "9GiB",
+    tight_pool: Annotated[
+        str, typer.Option(help="Memory for KV and adapters in the setting pool.")
+    ] = "2.69GiB",
+    max_model_len: Annotated[int, typer.Option(help="Context in tokens.", min=16)] = 2048,
+    load_format: Annotated[
+        str, typer.Option(help="dummy: random weights; auto: those of the folder.")
+    ] = "dummy",
+    gpu: Annotated[
+        str | None, typer.Option(help="The card of the bounds. Default: the one here.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Keep the adapters here. Default: they are removed.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Append JSON lines to a file.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="The commit to record where there is no checkout.")
+    ] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Measure the engine alone: milliseconds a decode step, beside what the card allows.
+
+    B requests at once, greedy, end of sequence ignored; weights and adapters are random and made
+    here. Settings and base formats are given as lists and share one start of this process.
+
+    Example: mlora bench --offline --quantization none,awq --batch 1,64 --output engine.jsonl
+    """
+    from multilora_cli.bench.arms import parse_lengths
+    from multilora_cli.bench.neutral import Shape, make_settings
+    from multilora_cli.cli.bench_engine import EngineOptions
+    from multilora_cli.cli.bench_run import check_writable
+
+    check_writable(output, "--output")
+    console = Console(as_json=as_json, quiet=quiet)
+    batches = _numbers("--batch", batch)
+    inputs, outputs = parse_lengths(lengths, 1, 0)
+    bench = _Bench(
+        console=console,
+        model=model,
+        quantizations=_choices("--quantization", quantization, ("none", "fp8", "awq")),
+        settings=make_settings(settings.split(","), adapters),
+        batches=batches,
+        shape=Shape(inputs[0], outputs[0], rounds),
+        gpu=_card(gpu, device),
+        output=output,
+        commit=commit,
+        arguments=tuple(sys.argv[1:]),
+    )
+    with tempfile.TemporaryDirectory(prefix="mlora-bench-") as scratch:
+        options = EngineOptions(
+            model=model,
+            scratch=Path(scratch),
+            cache=cache or Path(scratch) / "adapters",
+            device=device,
+            load_format="dummy" if load_format == "dummy" else "auto",
+            max_model_len=max_model_len,
+            max_num_seqs=max(256, *batches),
+            max_num_batched_tokens=8192,
+            kv_bytes=_size("--kv", kv),
+            tight_bytes=_size("--tight-pool", tight_pool),
+        )
+        records = bench.run(options)
+    _show(console, records)
+    if any(record["kind"] == "failure" for record in records):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Everything that is measured in one call of the command."""
+
+    console: Console
+    model: str
+    quantizations: tuple[str, ...]
+    settings: "tuple[Setting, ...]"
+    batches: tuple[int, ...]
+    shape: "Shape"
+    gpu: "Gpu | None"
+    output: Path | None
+    commit: str | None
+    arguments: tuple[str, ...]
+
+    def run(self, options: "EngineOptions") -> list[dict[str, Any]]:
+        """All records; each is on disk as soon as it is known."""
+        records: list[dict[str, Any]] = []
+        for quantization in self.quantizations:
+            options.folder(quantization)  # a wrong name is told before anything is started
+        for quantization in self.quantizations:
+            for settings in self._groups():
+                try:
+                    self._engine(options, quantization, settings, records)
+                except Exception as error:  # the other bases are still worth their time
+                    self._failed(quantization, settings, error, records)
+        return records
+
+    def _groups(self) -> "list[tuple[Setting, ...]]":
+        """Settings that can share one engine."""
+        roomy = tuple(setting for setting in self.settings if not setting.is_tight)
+        return [*([roomy] if roomy else []), *((s,) for s in self.settings if s.is_tight)]
+
+    def _engine(
+        self,
+        options: "EngineOptions",
+        quantization: str,
+        settings: "Sequence[Setting]",
+        records: list[dict[str, Any]],
+    ) -> None:
+        """One engine: its start, then every setting and batch."""
+        from multilora_cli.bench.offline import Driver
+        from multilora_cli.bench.offline_report import Phases
+        from multilora_cli.cli.bench_engine import engine_for
+
+        phases = Phases()
+        names = ",".join(setting.name for setting in settings)
+        self.console.note(f"{quantization}: starting an engine for {names}")
+        with engine_for(options, quantization, settings, phases) as engine:
+            session = _Session(self, options, quantization, engine, Driver(engine))
+            self._add(records, session.start(names, phases))
+            for setting in settings:
+                for record in session.cells(setting):
+                    self._add(records, record)
+
+    def _add(self, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
+        from multilora_cli.bench.offline_report import append, describe, facts
+
+        device = record.pop("device", "")
+        self.console.note(describe(record))
+        record |= facts(self.arguments, device, self.commit)
+        records.append(record)
+        if self.output is not None:
+            append(self.output, record)
+
+    def _failed(
+        self,
+        quantization: str,
+        settings: "Sequence[Setting]",
+        error: Exception,
+        records: list[dict[str, Any]],
+    ) -> None:
+        from multilora_cli.errors import MloraError
+
+        names = ",".join(setting.name for setting in settings)
+        text = error.message if isinstance(error, MloraError) else repr(error)
+        self.console.error(f"{quantization}, {names}: {text}")
+        if not isinstance(error, MloraError):
+            traceback.print_exception(error)
+        failure = {"kind": "failure", "model": self.model, "quantization": quantization}
+        self._add(records, {**failure, "settings": names, "error": text})
+
+
+@dataclass(frozen=True)
+class _Session:
+    """One engine and what is asked of it."""
+
+    bench: _Bench
+    options: "EngineOptions"
+    quantization: str
+    engine: "Engine"
+    driver: "Driver"
+
+    def start(self, settings: str, phases: "Phases") -> dict[str, Any]:
+        """The first token after the start, and how long everything up to it took."""
+        from multilora_cli.bench.offline_report import SCHEMA, process_age_s
+
+        shape = replace(self.bench.shape, output_tokens=1)
+        first = self.driver.run(self._submits(shape, 1, ()))
+        ready = self.engine.parts.ready
+        return {
+            "kind": "start",
+            "schema": SCHEMA,
+            "model": self.bench.model,
+            "quantization": self.quantization,
+            "settings": settings,
+            "start_s": {
+                **{name: round(value, 3) for name, value in phases.seconds.items()},
+                "first token": round(first.wall_s, 3),
+                "since process start": process_age_s(),
+            },
+            "allocated": dict(ready.allocated),
+            "pool_pages": ready.num_pages,
+            "device": ready.device,
+        }
+
+    def cells(self, setting: "Setting") -> Iterator[dict[str, Any]]:
+        """Every batch size of one setting, after one batch each to warm up."""
+        from multilora_cli.bench.offline import figures
+        from multilora_cli.bench.offline_report import cell
+        from multilora_cli.cli.bench_engine import make_adapters
+
+        bench, device = self.bench, self.engine.parts.ready.device
+        folder = self.options.folder(self.quantization)
+        adapters = make_adapters(self.engine, setting, folder, self.options.cache)
+        load_s = self.driver.load(() if setting.is_tight else adapters.refs)
+        for batch in bench.batches:
+            submits = [
+                self._submits(bench.shape, batch, adapters.refs)
+                for _ in range(bench.shape.rounds + 1)
+            ]
+            batches = [self.driver.run(each) for each in submits][1:]
+            yield {
+                **cell(
+                    bench.model, self.quantization, setting, batch, bench.shape, figures(batches)
+                ),
+                **self._bound(batch, adapters.weight_bytes),
+                "load_s": round(load_s, 3),
+                "device": device,
+            }
+
+    def _submits(
+        self, shape: "Shape", batch: int, adapters: "Sequence[AdapterRef]"
+    ) -> "list[Submit]":
+        from multilora_cli.bench.neutral import make_submits
+
+        vocab_size, first = self.engine.parts.vocab_size, self.driver.take_ids(batch)
+        return make_submits(shape, batch, adapters, vocab_size, first)
+
+    def _bound(self, batch: int, adapter_bytes: "Sequence[int]") -> dict[str, float]:
+        """The least time of a step on the card, where it is known."""
+        from multilora_cli.bench.offline_report import bound_ms
+        from multilora_cli.cli.bench_engine import base_bytes_of
+        from multilora_cli.sizing.geometry import read_geometry
+
+        if self.bench.gpu is None:
+            return {}
+        folder = self.options.folder(self.quantization)
+        base = base_bytes_of(self.engine, folder, self.quantization)
+        itemsize = 4 if self.engine.parts.ready.dtype == "float32" else 2
+        per_token = read_geometry(folder).kv_bytes_per_token(itemsize)
+        shape, gpu = self.bench.shape, self.bench.gpu
+        return {"bound_ms": round(bound_ms(base, per_token, shape, batch, adapter_bytes, gpu), 4)}
+
+
+def _show(console: Console, records: "Sequence[dict[str, Any]]") -> None:
+    from multilora_cli.bench.offline_report import cells_table, starts_table
+
+    for title, (columns, rows) in (
+        ("decode steps: ms (least possible), and tokens/s of whole batches", cells_table(records)),
+        ("starts", starts_table(records)),
+    ):
+        if rows:
+            console.table(columns, rows, title=title)
+            console.line()
+    console.value(list(records))
+
+
+def _card(name: str | None, device: str) -> "Gpu | None":
+    """The card named, else this machine's where the engine runs on it and its rates are known."""
+    from multilora_cli.errors import BadInput
+    from multilora_cli.sizing.hardware import find_gpu, local_gpu
+
+    if name is not None:
+        return find_gpu(name)
+    if device == "cpu":
+        return None
+    try:
+        return local_gpu()
+    except BadInput:  # a card without figures in the table has no bound
+        return None
+
+
+def _choices(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    from multilora_cli.errors import BadInput
+
+    names = tuple(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(known):
+        raise BadInput(f"{flag} {text}: expected some of {','.join(known)}")
+    return names
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    from multilora_cli.errors import BadInput
+
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) <= 4096 for part in parts):
+        raise BadInput(f"{flag} {text}: expected numbers from 1 to 4096, such as 1,16,64")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _size(flag: str, text: str) -> int:
+    from multilora_cli.errors import BadInput
+    from multilora_cli.units import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise BadInput(f"{flag}: {error}") from None
