@@ -145,8 +145,9 @@ def plan_request(
     from multilora_cli.sizing.report import PlanRequest
 
     loaded = load_fleet(path, settings)
-    geometry = read_geometry(fetch_config(loaded))
-    shapes = _assumed(assume, geometry) if assume else _adapters(loaded, geometry)
+    folder = fetch_config(loaded)
+    geometry = read_geometry(folder)
+    shapes = _assumed(assume, geometry) if assume else _adapters(loaded, geometry, folder)
     itemsize = compute_itemsize(loaded, has_card=card is not None)
     quantization, notes = _quantization(loaded, geometry)
     has_fp8 = card is not None and card.fp8_tflops is not None
@@ -195,34 +196,24 @@ def _available(
     return base_bytes(geometry, itemsize, quantization).total + _CPU_POOL
 
 
-def _adapters(loaded: "LoadedFleet", geometry: "ModelGeometry") -> "list[AdapterShape]":
+def _adapters(
+    loaded: "LoadedFleet", geometry: "ModelGeometry", base_folder: Path
+) -> "list[AdapterShape]":
     """Shapes from the headers; every bad adapter of the fleet is told in one run."""
-    from multilora_cli.adapters.peft import read_adapter
-    from multilora_cli.adapters.source import resolve_source
-    from multilora_cli.cli.base import cache_folder, open_store
-    from multilora_cli.errors import AdapterError
-    from multilora_cli.fleet.expand import expand_adapters
+    from multilora_cli.adapters.outline import OutlineReader
+    from multilora_cli.cli.fleet_adapters import read_fleet_adapters
+    from multilora_cli.errors import AdapterError, MloraError
     from multilora_cli.sizing.report import AdapterShape
 
+    limit = loaded.fleet.limits.max_lora_rank
+    reader = OutlineReader(geometry, max_rank=limit, base_folder=base_folder)
     shapes, faults = [], []
-    adapters = expand_adapters(loaded)
-    store = open_store(loaded, adapters)
-    for adapter in adapters:
-        try:
-            folder = resolve_source(
-                adapter.source,
-                relative_to=loaded.folder,
-                geometry=geometry,
-                cache=cache_folder() / "dummy",
-                store=store,
-                digest=adapter.digest,
-            )
-            file = read_adapter(folder, geometry, max_rank=loaded.fleet.limits.max_lora_rank)
-        except AdapterError as error:
-            faults.append(f"{adapter.name}: {error.message}")
+    for adapter, found in read_fleet_adapters(loaded, geometry, reader.read):
+        if isinstance(found, MloraError):
+            faults.append(f"{adapter.name}: {found.message}")
             continue
-        base = file.base_model_name or ""
-        shapes.append(AdapterShape(adapter.name, file.ranks, base, adapter.pin == "hot"))
+        base = found.base_model_name or ""
+        shapes.append(AdapterShape(adapter.name, found.ranks, base, adapter.pin == "hot"))
     if faults:
         raise AdapterError("\n".join(faults))
     return shapes
