@@ -20,12 +20,11 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.awq_pack import PAD_N, AwqWeight, unpack
-from multilora_kernels.launch import Chip, tuned_table
+from multilora_kernels.launch import Chip, chip_for, tuned_table
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
     bucket_of,
-    chip_for,
     choose_tile,
     split_range,
     sum_partials,

@@ -3,7 +3,7 @@
     y[m, n] = sum_k x[m, k] * w[n, k]
 
 x  [M, K]  bf16 or fp16, M <= 4, rows contiguous     w  [N, K]  x's dtype, rows contiguous
-y  [M, N]  x's dtype, allocated here                 nothing is written in place
+y  [M, N]  x's dtype or fp32, allocated here         nothing is written in place
 
 A program owns a few rows of W and walks along K with fp32 sums kept by position, added at the
 end: no split, one launch, and each row's order of sums is the same whatever M is. Where cuBLAS
@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import Chip, tuned_table
-from multilora_kernels.split_k import chip_for
+from multilora_kernels.launch import Chip, chip_for, tuned_table
 
 OP = "bf16_gemv"
 MAX_ROWS = 4
@@ -131,11 +130,13 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
     )
 
 
-def run_gemv(x: torch.Tensor, w: torch.Tensor, launch: GemvLaunch) -> torch.Tensor:
+def run_gemv(
+    x: torch.Tensor, w: torch.Tensor, launch: GemvLaunch, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """One launch of the kernel with a given choice (benchmarks and tuning call this)."""
     m, k = x.shape
     n = w.shape[0]
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    y = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
     bf16_gemv_kernel[(triton.cdiv(n, launch.block_n),)](
         x,
         w,
@@ -157,17 +158,31 @@ def run_gemv(x: torch.Tensor, w: torch.Tensor, launch: GemvLaunch) -> torch.Tens
     return y
 
 
-def bf16_gemv(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x [M, K] times w [N, K], [M, N]: the kernel where it is faster, else cuBLAS. Any M."""
+def bf16_gemv(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [M, K] times w [N, K], [M, N]: the kernel where it is faster, else the library.
+
+    Any M, on a CPU and in fp32 too. `dtype` fp32 keeps the sums of 16-bit products as they are.
+    """
     assert x.ndim == 2 and w.ndim == 2 and x.shape[1] == w.shape[1] and x.dtype == w.dtype
+    assert dtype in (None, x.dtype, torch.float32)
     m, k = x.shape
-    on_cpu = x.device.type == "cpu" and not triton.knobs.runtime.interpret
-    if on_cpu or not 0 < m <= MAX_ROWS or x.stride(1) != 1 or w.stride(1) != 1:
+    if _fits(x, w):
+        launch = choose_launch(m, w.shape[0], k, chip_for(x.device))
+        if launch is not None:
+            return run_gemv(x, w, launch, dtype)
+    if dtype in (None, x.dtype):
         return torch.nn.functional.linear(x, w)
-    launch = choose_launch(m, w.shape[0], k, chip_for(x.device))
-    if launch is None:
-        return torch.nn.functional.linear(x, w)
-    return run_gemv(x, w, launch)
+    if x.is_cuda:
+        return torch.mm(x, w.t(), out_dtype=dtype)
+    return torch.nn.functional.linear(x, w).to(dtype)
+
+
+def _fits(x: torch.Tensor, w: torch.Tensor) -> bool:
+    """Whether the kernel can do it."""
+    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return False
+    rows_fit = 0 < x.shape[0] <= MAX_ROWS and x.stride(1) == 1 and w.stride(1) == 1
+    return rows_fit and x.dtype.itemsize == 2
 
 
 def bf16_gemv_ref(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -22,13 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.fp8_quant import quantise_rows
-from multilora_kernels.launch import Chip, tuned_table
+from multilora_kernels.fp8_quant import RowScaling, quantise_rows
+from multilora_kernels.launch import Chip, chip_for, tuned_table
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
     bucket_of,
-    chip_for,
     choose_tile,
     split_range,
     sum_partials,
@@ -168,9 +167,9 @@ class Fp8Weight:
         return self.scale.ndim == 2
 
     @property
-    def group(self) -> int:
-        """What fp8_quant's `group` must be for this weight's activations."""
-        return BLOCK_K if self.blockwise else 0
+    def scaling(self) -> RowScaling:
+        """How the rows that this weight multiplies are quantised."""
+        return RowScaling(BLOCK_K if self.blockwise else 0, self.input_scale, self.upper_bound)
 
     @property
     def out_features(self) -> int:
@@ -200,7 +199,7 @@ class Fp8Weight:
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [M, K] as this weight's multiply wants it: (xq, sx)."""
-        return quantise_rows(x, self.group, self.input_scale, self.upper_bound)
+        return quantise_rows(x, self.scaling)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] times this weight, quantised on the way, [M, N] in x's dtype."""

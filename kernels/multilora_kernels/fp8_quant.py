@@ -6,19 +6,37 @@ v = x                                            quantise_rows
 v = weight * (h / rms(h)), h = x (+ residual)    rms_norm_quantise   (residual := h, in place)
 v = silu(gate) * up                              silu_mul_quantise   (x [M, 2 K]: gate, then up)
 x      [M, K]  bf16 or fp16, rows contiguous
-q      [M, K]  float8_e4m3fn                     scale  fp32 [M], or [M, K/128] with group=128
+q      [M, K]  float8_e4m3fn                     scale  fp32 [M], or [M, K/128] with group 128
 v is rounded to x's dtype before it is quantised, so that the fused forms equal the two steps;
 `out` [M, K] of the fused forms receives it, for a LoRA branch, which is never quantised.
 A scale belongs to one row: a row of NaN gets NaN and leaves the others as they were.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.launch import chip_for
+from multilora_kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
+from multilora_kernels.silu_mul import silu_mul_ref
+
 E4M3_MAX = 448.0
 # Below this the quotient would overflow; such a row is zero for every purpose.
 _TINY = 1e-10
+
+
+@dataclass(frozen=True)
+class RowScaling:
+    """How an FP8 weight wants the rows it multiplies scaled."""
+
+    group: int = 0  # columns that share a scale: 128, or 0 for a whole row
+    static_scale: torch.Tensor | None = None  # fp32 [1]: used, and returned, instead
+    upper_bound: float = float("inf")  # of the largest magnitude that sets a scale
+
+
+PER_ROW = RowScaling()
 
 
 @triton.jit
@@ -65,8 +83,11 @@ def _store_quantised(
 @triton.jit
 def quantise_kernel(
     x_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, upper_bound, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP: tl.constexpr, STATIC: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     v = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
@@ -80,9 +101,11 @@ def rms_norm_quantise_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, eps,
     upper_bound,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_OUT: tl.constexpr, DT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    HAS_OUT: tl.constexpr, DT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     h = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
@@ -107,8 +130,11 @@ def rms_norm_quantise_kernel(
 def silu_mul_quantise_kernel(
     x_ptr, out_ptr, q_ptr, scale_ptr, static_ptr, K, stride_xm, upper_bound, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, STATIC: tl.constexpr, HAS_OUT: tl.constexpr, DT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
@@ -129,16 +155,15 @@ def launch_choice(k: int) -> tuple[int, int]:
     return block, min(32, max(4, block // 512))
 
 
-def _outputs(
-    x: torch.Tensor, k: int, group: int, static_scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _outputs(x: torch.Tensor, k: int, scaling: RowScaling) -> tuple[torch.Tensor, torch.Tensor]:
     assert x.ndim == 2 and x.stride(1) == 1 and x.dtype in (torch.bfloat16, torch.float16)
-    assert group in (0, 128), f"group of {group}"
+    assert scaling.group in (0, 128), f"group of {scaling.group}"
     q = torch.empty((x.shape[0], k), dtype=torch.float8_e4m3fn, device=x.device)
-    if static_scale is not None:
-        assert static_scale.numel() == 1 and static_scale.dtype == torch.float32
-        return q, static_scale.reshape(1)
-    shape = (x.shape[0], -(-k // 128)) if group else (x.shape[0],)
+    static = scaling.static_scale
+    if static is not None:
+        assert static.numel() == 1 and static.dtype == torch.float32
+        return q, static.reshape(1)
+    shape = (x.shape[0], -(-k // 128)) if scaling.group else (x.shape[0],)
     return q, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
@@ -154,23 +179,20 @@ def _dtype(x: torch.Tensor) -> tl.dtype:
 
 
 def quantise_rows(
-    x: torch.Tensor,
-    group: int = 0,
-    static_scale: torch.Tensor | None = None,
-    upper_bound: float = float("inf"),
+    x: torch.Tensor, scaling: RowScaling = PER_ROW
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] to (q e4m3 [M, K], scale). `static_scale` [1] is used, and returned, instead."""
+    """x [M, K] to (q e4m3 [M, K], scale)."""
     if _on_cpu(x):
-        return quantise_rows_ref(x, group, static_scale, upper_bound)
+        return quantise_rows_ref(x, scaling)
     m, k = x.shape
-    q, scale = _outputs(x, k, group, static_scale)
+    q, scale = _outputs(x, k, scaling)
     block, warps = launch_choice(k)
-    static = static_scale is not None
+    pdl = chip_for(x.device).has_pdl
     if m:
         quantise_kernel[(m,)](
-            x, q, scale, scale, k, x.stride(0), upper_bound,
-            BLOCK=block, GROUP=group, STATIC=static,
-            INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+            x, q, scale, scale, k, x.stride(0), scaling.upper_bound,
+            BLOCK=block, GROUP=scaling.group, STATIC=scaling.static_scale is not None,
+            INTERPRETED=triton.knobs.runtime.interpret, PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return q, scale
 
@@ -180,42 +202,40 @@ def rms_norm_quantise(
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
-    group: int = 0,
-    static_scale: torch.Tensor | None = None,
-    upper_bound: float = float("inf"),
+    scaling: RowScaling = PER_ROW,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row; `out` [M, K]
     receives it unquantised.
     """
     if _on_cpu(x):
-        normed = rms_norm_ref(x, weight, eps, residual)
+        if residual is None:
+            normed = rms_norm_ref(x, weight, eps)
+        else:
+            normed = add_rms_norm_ref(x, residual, weight, eps)
         if out is not None:
             out.copy_(normed)
-        return quantise_rows_ref(normed, group, static_scale, upper_bound)
+        return quantise_rows_ref(normed, scaling)
     m, k = x.shape
     assert weight.shape == (k,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     assert out is None or (out.shape == x.shape and out.is_contiguous())
-    q, scale = _outputs(x, k, group, static_scale)
+    q, scale = _outputs(x, k, scaling)
     block, warps = launch_choice(k)
+    pdl = chip_for(x.device).has_pdl
     if m:
         rms_norm_quantise_kernel[(m,)](
             x, x if residual is None else residual, weight, x if out is None else out, q, scale,
-            scale, k, x.stride(0), eps, upper_bound, BLOCK=block, GROUP=group,
-            STATIC=static_scale is not None, HAS_RESIDUAL=residual is not None,
+            scale, k, x.stride(0), eps, scaling.upper_bound, BLOCK=block, GROUP=scaling.group,
+            STATIC=scaling.static_scale is not None, HAS_RESIDUAL=residual is not None,
             HAS_OUT=out is not None, DT=_dtype(x), INTERPRETED=triton.knobs.runtime.interpret,
-            num_warps=warps,
+            PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return q, scale
 
 
 def silu_mul_quantise(
-    x: torch.Tensor,
-    group: int = 0,
-    static_scale: torch.Tensor | None = None,
-    upper_bound: float = float("inf"),
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, scaling: RowScaling = PER_ROW, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """silu(gate) * up of x [M, 2 K], quantised by row: (q [M, K], scale); `out` [M, K] receives
     it unquantised.
@@ -224,56 +244,38 @@ def silu_mul_quantise(
         product = silu_mul_ref(x)
         if out is not None:
             out.copy_(product)
-        return quantise_rows_ref(product, group, static_scale, upper_bound)
+        return quantise_rows_ref(product, scaling)
     m, k = x.shape[0], x.shape[1] // 2
     assert x.shape[1] == 2 * k
     assert out is None or (out.shape == (m, k) and out.is_contiguous())
-    q, scale = _outputs(x, k, group, static_scale)
+    q, scale = _outputs(x, k, scaling)
     block, warps = launch_choice(k)
+    pdl = chip_for(x.device).has_pdl
     if m:
         silu_mul_quantise_kernel[(m,)](
-            x, x if out is None else out, q, scale, scale, k, x.stride(0), upper_bound,
-            BLOCK=block, GROUP=group, STATIC=static_scale is not None, HAS_OUT=out is not None,
-            DT=_dtype(x), INTERPRETED=triton.knobs.runtime.interpret, num_warps=warps,
+            x, x if out is None else out, q, scale, scale, k, x.stride(0), scaling.upper_bound,
+            BLOCK=block, GROUP=scaling.group, STATIC=scaling.static_scale is not None,
+            HAS_OUT=out is not None, DT=_dtype(x), INTERPRETED=triton.knobs.runtime.interpret,
+            PDL=pdl, num_warps=warps, launch_pdl=pdl,
         )  # fmt: skip
     return q, scale
 
 
 def quantise_rows_ref(
-    x: torch.Tensor,
-    group: int = 0,
-    static_scale: torch.Tensor | None = None,
-    upper_bound: float = float("inf"),
+    x: torch.Tensor, scaling: RowScaling = PER_ROW
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantise_rows` in torch."""
     v = x.float()
     m, k = v.shape
-    if static_scale is not None:
-        q = (v / static_scale).clamp(-E4M3_MAX, E4M3_MAX)
-        return q.to(torch.float8_e4m3fn), static_scale.reshape(1)
+    static, group = scaling.static_scale, scaling.group
+    if static is not None:
+        q = (v / static).clamp(-E4M3_MAX, E4M3_MAX)
+        return q.to(torch.float8_e4m3fn), static.reshape(1)
     if group:
         padded = torch.nn.functional.pad(v, (0, -k % group)).reshape(m, -1, group)
     else:
         padded = v.unsqueeze(1)
     # amax propagates NaN, clamp keeps it.
-    scale = padded.abs().amax(dim=2).clamp(_TINY, upper_bound) / E4M3_MAX
+    scale = padded.abs().amax(dim=2).clamp(_TINY, scaling.upper_bound) / E4M3_MAX
     q = (padded / scale.unsqueeze(2)).clamp(-E4M3_MAX, E4M3_MAX).reshape(m, -1)[:, :k]
     return q.contiguous().to(torch.float8_e4m3fn), scale if group else scale.squeeze(1)
-
-
-def rms_norm_ref(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    """RMSNorm in torch, rounding where Transformers does; a residual becomes the sum in place."""
-    if residual is not None:
-        residual.copy_(residual.float() + x.float())
-        x = residual
-    h = x.float()
-    normed = h * torch.rsqrt(h.square().mean(dim=1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def silu_mul_ref(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of x [M, 2 K] in torch."""
-    gate, up = x.chunk(2, dim=1)
-    return torch.nn.functional.silu(gate) * up

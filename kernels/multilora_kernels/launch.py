@@ -8,7 +8,10 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 # Shared memory a block may use, bytes (CUDA programming guide, compute-capability table).
 _SHARED_BYTES = {
@@ -79,6 +82,11 @@ def chip_of(device_index: int) -> Chip:
     return Chip(
         properties.name, properties.major * 10 + properties.minor, properties.multi_processor_count
     )
+
+
+def chip_for(device: "torch.device") -> Chip:
+    """The chip launches on `device` are chosen for; a small one for the interpreter's CPU."""
+    return Chip("", 80, 4) if device.type == "cpu" else chip_of(device.index or 0)
 
 
 @lru_cache(maxsize=64)

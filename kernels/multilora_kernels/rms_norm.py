@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.launch import chip_for
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -28,7 +30,11 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < SIZE
@@ -61,6 +67,7 @@ def _launch(
     if x.numel() == 0:
         return out
     heads = x.shape[1] if x.ndim == 3 else 1
+    pdl = chip_for(x.device).has_pdl
     rms_norm_kernel[(x.shape[0] * heads,)](
         out,
         x,
@@ -72,6 +79,8 @@ def _launch(
         eps,
         SIZE=size,
         ADDED=residual is not None,
+        PDL=pdl,
+        launch_pdl=pdl,
         **launch_choice(size),
     )
     return out

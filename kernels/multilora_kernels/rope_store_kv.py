@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import FP8, kv_elements, narrow_kv
+from multilora_kernels.launch import chip_for
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.rms_norm import rms_norm_ref
 from multilora_kernels.store_kv import store_kv_ref
@@ -34,6 +35,18 @@ class HeadNorm:
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     eps: float
+
+
+@triton.jit
+def rope_tables_kernel(
+    cos_ptr, sin_ptr, positions_ptr, frequencies_ptr, scale, HALF: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    frequency = tl.load(frequencies_ptr + i, mask=i < HALF, other=0.0)
+    angle = tl.load(positions_ptr + token).to(tl.float32) * frequency
+    tl.store(cos_ptr + token * HALF + i, tl.cos(angle) * scale, mask=i < HALF)
+    tl.store(sin_ptr + token * HALF + i, tl.sin(angle) * scale, mask=i < HALF)
 
 
 @triton.jit
@@ -57,7 +70,11 @@ def rope_store_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     HEAD_DIM: tl.constexpr = 2 * HALF
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -109,6 +126,37 @@ def launch_choice(half: int) -> dict[str, int]:
     return {"BLOCK_D": block_d, "BLOCK_H": max(1, 512 // block_d), "num_warps": 4}
 
 
+def rope_tables(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """scale times cos and sin of every position times every frequency: fp32 [T, 1, D / 2] each.
+
+    positions int64 [T], frequencies fp32 [D / 2]. Made once a step for all layers: a table of all
+    positions would take 64 MiB for 131,072 of them and a dependent load in every layer.
+    """
+    tokens, half = positions.shape[0], frequencies.shape[0]
+    assert positions.dtype == torch.int64 and positions.is_contiguous()
+    assert frequencies.dtype == torch.float32 and frequencies.is_contiguous()
+    if positions.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        return rope_tables_ref(positions, frequencies, scale)
+    cos = torch.empty(tokens, 1, half, dtype=torch.float32, device=positions.device)
+    sin = torch.empty_like(cos)
+    if tokens > 0:
+        block = triton.next_power_of_2(half)
+        rope_tables_kernel[(tokens,)](
+            cos, sin, positions, frequencies, scale, HALF=half, BLOCK=block, num_warps=1
+        )
+    return cos, sin
+
+
+def rope_tables_ref(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in torch, also the path on a CPU."""
+    angles = positions.float()[:, None, None] * frequencies
+    return angles.cos() * scale, angles.sin() * scale
+
+
 def rope_store_kv(
     packed: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
@@ -122,8 +170,8 @@ def rope_store_kv(
 ) -> torch.Tensor:
     """Queries [T, Hq, D] of packed [T, Hq + 2 Hkv, D]; K and V go to the pool, in place.
 
-    `tables` are cos and sin [T, 1, D / 2] of the tokens' positions. `kv_dtype` is how the pool
-    holds K and V: float8_e4m3fn, or None for packed's dtype.
+    `tables` are those of the tokens' positions. `kv_dtype` is how the pool holds K and V:
+    float8_e4m3fn, or None for packed's dtype.
     """
     kv_dtype = kv_dtype or packed.dtype
     tokens, all_heads, head_dim = packed.shape
@@ -146,6 +194,7 @@ def rope_store_kv(
     if tokens == 0:
         return out
     choice = launch_choice(head_dim // 2)
+    pdl = chip_for(packed.device).has_pdl
     rope_store_kv_kernel[(tokens, triton.cdiv(all_heads, choice["BLOCK_H"]))](
         out,
         packed,
@@ -164,6 +213,8 @@ def rope_store_kv(
         HALF=head_dim // 2,
         TOKENS=TOKENS_PER_PAGE,
         NORMED=norm is not None,
+        PDL=pdl,
+        launch_pdl=pdl,
         **choice,
     )
     return out
@@ -185,10 +236,11 @@ def rope_store_kv_ref(
     if norm is not None:
         q = rms_norm_ref(q, norm.q_weight, norm.eps)
         k = rms_norm_ref(k, norm.k_weight, norm.eps)
-    store_kv_ref(_rotate(k, *tables), v, pool, layer, num_layers, slot_mapping, kv_dtype)
-    return _rotate(q, *tables)
+    store_kv_ref(rotate_ref(k, *tables), v, pool, layer, num_layers, slot_mapping, kv_dtype)
+    return rotate_ref(q, *tables)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, D] turned by cos and sin [T, 1, D / 2], in fp32; a new tensor of x's dtype."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

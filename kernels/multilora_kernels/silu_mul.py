@@ -13,9 +13,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from multilora_kernels.launch import chip_for
+
 
 @triton.jit
-def silu_mul_kernel(out_ptr, x_ptr, stride_xt, size, BLOCK: tl.constexpr):
+def silu_mul_kernel(out_ptr, x_ptr, stride_xt, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
@@ -42,7 +47,8 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     if out.numel() > 0:
         choice = launch_choice(size)
         grid = (triton.cdiv(size, choice["BLOCK"]), rows)
-        silu_mul_kernel[grid](out, x, x.stride(0), size, **choice)
+        pdl = chip_for(x.device).has_pdl
+        silu_mul_kernel[grid](out, x, x.stride(0), size, PDL=pdl, launch_pdl=pdl, **choice)
     return out
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import Chip, chip_of, tuned_table
+from multilora_kernels.launch import Chip, tuned_table
 
 BLOCK_K = 128
 
@@ -146,11 +146,6 @@ def choose_tile(
     while stage_bytes(tile) * tile.num_stages + 2048 > chip.shared_bytes and tile.num_stages > 2:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
-
-
-def chip_for(device: torch.device) -> Chip:
-    """The chip launches on `device` are chosen for; a small one for the interpreter's CPU."""
-    return Chip("", 80, 4) if device.type == "cpu" else chip_of(device.index or 0)
 
 
 def workspace(

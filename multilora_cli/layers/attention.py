@@ -6,10 +6,9 @@ import torch
 
 from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.linear import LoraLinear
-from multilora_cli.layers.norm import RMSNorm
-from multilora_cli.layers.rotary import rotate
 from multilora_kernels.paged_attention import paged_attention
-from multilora_kernels.store_kv import store_kv
+from multilora_kernels.rope_store_kv import HeadNorm, rope_store_kv
+from multilora_kernels.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -27,39 +26,40 @@ class Attention:
     """q, k, v of the step's tokens, K and V into their pages, attention, output projection."""
 
     def __init__(
-        self,
-        shape: HeadShape,
-        qkv: LoraLinear,
-        out: LoraLinear,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
+        self, shape: HeadShape, qkv: LoraLinear, out: LoraLinear, head_norm: HeadNorm | None
     ) -> None:
         self.shape = shape
         self.qkv = qkv
         self.out = out
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        self.head_norm = head_norm
 
     def __call__(
-        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], ctx: StepContext
+        self, rows: Rows, tables: tuple[torch.Tensor, torch.Tensor], ctx: StepContext
     ) -> torch.Tensor:
-        """x [T, hidden] and the step's rotary tables; returns [T, hidden]."""
+        """Rows [T, hidden] and the step's rotary tables; returns [T, hidden]."""
         shape, layer = self.shape, self.qkv.layer
-        heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        packed = self.qkv(x, ctx).view(-1, heads + 2 * kv_heads, shape.head_dim)
-        q, k, v = packed[:, :heads], packed[:, heads:-kv_heads], packed[:, -kv_heads:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *tables), rotate(k, *tables)
-        store_kv(k, v, ctx.pool, layer, shape.num_layers, ctx.slot_mapping, ctx.kv_dtype)
+        packed = self.qkv(rows, ctx).view(
+            -1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
+        )
+        q = rope_store_kv(
+            packed,
+            tables,
+            ctx.pool,
+            layer,
+            shape.num_layers,
+            shape.num_kv_heads,
+            ctx.slot_mapping,
+            self.head_norm,
+            ctx.kv_dtype,
+        )
         attended = paged_attention(
             q,
             ctx.pool,
             layer,
-            kv_heads,
+            shape.num_kv_heads,
             ctx.attention,
             scale=shape.head_dim**-0.5,
             sliding_window=shape.sliding_window,
             kv_dtype=ctx.kv_dtype,
         )
-        return self.out(attended.flatten(1), ctx)
+        return self.out(Rows(attended.flatten(1)), ctx)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from multilora_cli.layers.linear import DenseWeight, Weight
+from multilora_kernels.bf16_gemv import bf16_gemv
 
 
 class Embedding:
@@ -18,16 +18,12 @@ class Embedding:
 
 
 class Head:
-    """Logits of hidden states; a tied head multiplies by the embedding table itself."""
+    """Logits of hidden states; a tied head is given the embedding table itself."""
 
-    def __init__(self, weight: Weight) -> None:
+    def __init__(self, weight: torch.Tensor) -> None:
+        """`weight` is [vocab, hidden] in the compute dtype."""
         self.weight = weight
-
-    @classmethod
-    def tied(cls, embedding: Embedding) -> "Head":
-        """A head that shares the table of `embedding`."""
-        return cls(DenseWeight(embedding.weight))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [R, hidden]; returns float32 [R, vocab]."""
-        return self.weight.matmul(hidden).float()
+        return bf16_gemv(hidden, self.weight, torch.float32)

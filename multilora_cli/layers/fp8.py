@@ -11,11 +11,14 @@ from multilora_cli.layers.linear import QuantisedWeight, StackedWeight, Weight
 from multilora_kernels.fp8_gemm import (
     Fp8Weight,
     concatenate,
+    fp8_gemm,
     fp8_gemm_ref,
     fp8_weight,
     quantise_weight,
 )
+from multilora_kernels.fp8_quant import RowScaling
 from multilora_kernels.fp8_weight_only import pack_weight_only
+from multilora_kernels.rows import Rows
 
 BLOCK = 128
 # Weights quantised at a time: as fp32, and a handful of such arrays, 400 MB.
@@ -34,12 +37,17 @@ class Fp8Linear:
         """Bytes on the device."""
         return self._weight.nbytes
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] quantised, times the transposed matrix: [T, out]. A CPU does it in fp32."""
-        if x.is_cuda:
-            return self._weight.matmul(x)
-        xq, scale = self._weight.quantise(x)
-        return fp8_gemm_ref(xq, scale, self._weight, x.dtype)
+    @property
+    def scaling(self) -> RowScaling:
+        """A scale per row, per row and 128 inputs, or the checkpoint's."""
+        return self._weight.scaling
+
+    def matmul(self, rows: Rows) -> torch.Tensor:
+        """Rows [T, in], quantised, times the transposed matrix: [T, out]."""
+        xq, scale = rows.fp8 or self._weight.quantise(rows.x)
+        if rows.x.is_cuda:
+            return fp8_gemm(xq, scale, self._weight, rows.x.dtype)
+        return fp8_gemm_ref(xq, scale, self._weight, rows.x.dtype)
 
     def dequantise(self) -> torch.Tensor:
         """The matrix in the compute dtype, each weight rounded once."""

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from multilora_cli.layers.context import StepContext
 from multilora_kernels.add_lora import add_lora
+from multilora_kernels.bf16_gemv import bf16_gemv
+from multilora_kernels.fp8_quant import RowScaling
+from multilora_kernels.rows import Rows
 
 
 class Weight(Protocol):
@@ -20,8 +22,12 @@ class Weight(Protocol):
     def nbytes(self) -> int:
         """Bytes on the device."""
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] times the transposed matrix: a new tensor [T, out] of x's dtype."""
+    @property
+    def scaling(self) -> RowScaling | None:
+        """How `matmul` wants its rows quantised beside the plain ones; None: not at all."""
+
+    def matmul(self, rows: Rows) -> torch.Tensor:
+        """Rows [T, in] times the transposed matrix: a new tensor [T, out] of their dtype."""
 
     def dequantise(self) -> torch.Tensor:
         """The matrix in the compute dtype: [out, in]; not to be written to."""
@@ -29,6 +35,8 @@ class Weight(Protocol):
 
 class DenseWeight:
     """A matrix stored as it is, in the compute dtype."""
+
+    scaling = None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -45,9 +53,9 @@ class DenseWeight:
         """Bytes on the device."""
         return self.tensor.nbytes
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] times the transposed matrix: [T, out]."""
-        return F.linear(x, self.tensor)
+    def matmul(self, rows: Rows) -> torch.Tensor:
+        """Rows [T, in] times the transposed matrix: [T, out]."""
+        return bf16_gemv(rows.x, self.tensor)
 
     def dequantise(self) -> torch.Tensor:
         """The matrix itself."""
@@ -71,6 +79,8 @@ class PackedMatrix(Protocol):
 class QuantisedWeight:
     """A packed matrix multiplied by its kernel; activations stay in the compute dtype."""
 
+    scaling = None
+
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype) -> None:
         self._packed = packed
         self._dtype = dtype
@@ -80,9 +90,9 @@ class QuantisedWeight:
         """Bytes on the device."""
         return self._packed.nbytes
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] times the transposed matrix: [T, out]."""
-        return self._packed.matmul(x)
+    def matmul(self, rows: Rows) -> torch.Tensor:
+        """Rows [T, in] times the transposed matrix: [T, out]."""
+        return self._packed.matmul(rows.x)
 
     def dequantise(self) -> torch.Tensor:
         """The matrix in the compute dtype, each weight rounded once."""
@@ -90,7 +100,12 @@ class QuantisedWeight:
 
 
 class StackedWeight:
-    """Matrices over the same inputs, one below the other, that no single multiply can serve."""
+    """Matrices over the same inputs, one below the other, that no single multiply can serve.
+
+    Their rows cannot be quantised once for all: each part does it for itself.
+    """
+
+    scaling = None
 
     def __init__(self, parts: Sequence[Weight]) -> None:
         self._parts = tuple(parts)
@@ -100,9 +115,9 @@ class StackedWeight:
         """Bytes on the device."""
         return sum(part.nbytes for part in self._parts)
 
-    def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] times the transposed matrices: [T, sum of out]."""
-        return torch.cat([part.matmul(x) for part in self._parts], dim=1)
+    def matmul(self, rows: Rows) -> torch.Tensor:
+        """Rows [T, in] times the transposed matrices: [T, sum of out]."""
+        return torch.cat([part.matmul(rows) for part in self._parts], dim=1)
 
     def dequantise(self) -> torch.Tensor:
         """All matrices as one, in the compute dtype."""
@@ -124,12 +139,17 @@ class LoraLinear:
         self.layer = layer
         self.group = group
 
-    def __call__(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x [T, in], contiguous; returns [T, out]."""
-        y = self.weight.matmul(x)
+    @property
+    def scaling(self) -> RowScaling | None:
+        """How the rows it is called with are best quantised by what makes them."""
+        return self.weight.scaling
+
+    def __call__(self, rows: Rows, ctx: StepContext) -> torch.Tensor:
+        """Rows [T, in]; returns [T, out]."""
+        y = self.weight.matmul(rows)
         if self.bias is not None:
             y += self.bias
         if ctx.segments is not None and ctx.segments.has_adapters:
             assert ctx.table is not None, "segments with adapters need their table"
-            add_lora(y, x, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
+            add_lora(y, rows.x, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
         return y

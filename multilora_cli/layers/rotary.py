@@ -16,6 +16,7 @@ import math
 import torch
 
 from multilora_cli.sizing.geometry import ModelGeometry, Rope
+from multilora_kernels.rope_store_kv import rope_tables
 
 
 def max_position_supported(geometry: ModelGeometry) -> int:
@@ -70,7 +71,7 @@ def _yarn(rope: Rope, default: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Rotary:
-    """Rotates queries and keys; cos and sin are made once a step and shared by all layers."""
+    """Angles of queries and keys; cos and sin are made once a step and shared by all layers."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         self.frequencies = inverse_frequencies(rope, head_dim).to(device)
@@ -78,12 +79,4 @@ class Rotary:
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of int64 positions [T]: float32 [T, 1, D / 2] each."""
-        angles = positions.float()[:, None, None] * self.frequencies
-        return angles.cos() * self.scale, angles.sin() * self.scale
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, D] turned by the step's tables, computed in fp32; a new tensor of x's dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+        return rope_tables(positions, self.frequencies, self.scale)

@@ -7,7 +7,6 @@ qk_norm (Qwen3), sliding_windows (Mistral, some Qwens), tie_word_embeddings, rop
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from multilora_cli.layers.attention import Attention, HeadShape
 from multilora_cli.layers.context import StepContext
@@ -17,6 +16,8 @@ from multilora_cli.layers.norm import RMSNorm
 from multilora_cli.layers.rotary import Rotary
 from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_kernels.layout import GROUPS
+from multilora_kernels.rope_store_kv import HeadNorm
+from multilora_kernels.rows import Rows, gated_rows
 
 LinearSource = Callable[[int, str], Weight | None]
 """The packed weight of a layer's group where it is stored quantised, else None."""
@@ -29,10 +30,9 @@ class Mlp:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: torch.Tensor, ctx: StepContext) -> torch.Tensor:
-        """x [T, hidden]; returns [T, hidden]."""
-        gate, up = self.gate_up(x, ctx).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up, ctx)
+    def __call__(self, rows: Rows, ctx: StepContext) -> torch.Tensor:
+        """Rows [T, hidden]; returns [T, hidden]."""
+        return self.down(gated_rows(self.gate_up(rows, ctx), self.down.scaling), ctx)
 
 
 class DecoderLayer:
@@ -47,11 +47,20 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], ctx: StepContext
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        ctx: StepContext,
     ) -> torch.Tensor:
-        """x [T, hidden]; returns the residual stream after this layer."""
-        x = x + self.attention(self.input_norm(x), tables, ctx)
-        return x + self.mlp(self.post_norm(x), ctx)
+        """x [T, hidden] is yet to be added to the residual stream, which changes in place.
+
+        Returns this layer's own output, to be added by the norm that comes next.
+        """
+        rows = self.input_norm(x, residual, self.attention.qkv.scaling)
+        x = self.attention(rows, tables, ctx)
+        rows = self.post_norm(x, residual, self.mlp.gate_up.scaling)
+        return self.mlp(rows, ctx)
 
 
 class Decoder:
@@ -99,9 +108,10 @@ class Decoder:
         """
         tables = self.rotary.tables(positions)
         x = self.embedding(token_ids)
+        residual = torch.zeros_like(x)
         for layer in self.layers:
-            x = layer(x, tables, ctx)
-        return self.norm(x)
+            x = layer(x, residual, tables, ctx)
+        return self.norm(x, residual).x
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -115,7 +125,10 @@ class Decoder:
             geometry.hidden_size,
             geometry.head_dim,
         )
-        normed = geometry.qk_norm
+        head_norm = None
+        if geometry.qk_norm:
+            q, k = (self._norm(attention + name, head_dim).weight for name in ("q_norm", "k_norm"))
+            head_norm = HeadNorm(q, k, geometry.rms_norm_eps)
         return DecoderLayer(
             self._norm(prefix + "input_layernorm", hidden),
             Attention(
@@ -128,8 +141,7 @@ class Decoder:
                 ),
                 self._linear(index, "qkv", geometry.qkv_bias),
                 self._linear(index, "o", geometry.o_bias),
-                self._norm(attention + "q_norm", head_dim) if normed else None,
-                self._norm(attention + "k_norm", head_dim) if normed else None,
+                head_norm,
             ),
             self._norm(prefix + "post_attention_layernorm", hidden),
             Mlp(
@@ -170,9 +182,8 @@ class Decoder:
     def _head(self) -> Head:
         geometry = self.geometry
         if geometry.tie_word_embeddings:
-            return Head.tied(self.embedding)
-        weight = DenseWeight.empty(
-            geometry.vocab_size, geometry.hidden_size, self.dtype, self.device
-        )
-        self.tensors["lm_head.weight"] = weight.tensor
+            return Head(self.embedding.weight)
+        shape = (geometry.vocab_size, geometry.hidden_size)
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.tensors["lm_head.weight"] = weight
         return Head(weight)

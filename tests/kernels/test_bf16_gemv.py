@@ -40,6 +40,8 @@ def test_any_number_of_rows_on_the_cpu() -> None:
     for m in (0, 1, 4, 9):
         x, w = random_pair(m, 24, 40, torch.bfloat16)
         assert torch.equal(bf16_gemv(x, w), torch.nn.functional.linear(x, w))
+        wide = bf16_gemv(x, w, torch.float32)
+        assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), bf16_gemv(x, w))
 
 
 @pytest.mark.interpreter
@@ -48,7 +50,10 @@ def test_any_number_of_rows_on_the_cpu() -> None:
 def test_kernel_matches_reference(m: int, n: int, k: int) -> None:
     x, w = random_pair(m, n, k, torch.float16)
     y = run_gemv(x, w, GemvLaunch(block_n=4, block_k=64))
-    assert relative_error(y, bf16_gemv_ref(x.double(), w.double())) < 1e-3
+    exact = bf16_gemv_ref(x.double(), w.double())
+    assert relative_error(y, exact) < 1e-3
+    wide = run_gemv(x, w, GemvLaunch(block_n=4, block_k=64), torch.float32)
+    assert wide.dtype == torch.float32 and relative_error(wide, exact) < 1e-6
     for row in range(m):
         alone = run_gemv(x[row : row + 1], w, GemvLaunch(block_n=4, block_k=64))
         assert torch.equal(alone[0], y[row])
@@ -66,6 +71,9 @@ def test_device_matches_fp64_and_rows_are_independent(n: int, k: int, dtype: tor
     exact = bf16_gemv_ref(x.double(), w.double())
     assert relative_error(whole, exact) < limit
     assert relative_error(bf16_gemv(x[:1], w), exact[:1]) < limit
+    for m in (1, 4):  # the kernel and the library, their sums not rounded to 16 bits
+        wide = bf16_gemv(x[:m], w, torch.float32)
+        assert wide.dtype == torch.float32 and relative_error(wide, exact[:m]) < 1e-5
     for m in (1, 2, 3):
         assert torch.equal(run_gemv(x[:m], w, launch), whole[:m])
     x[1] = float("nan")

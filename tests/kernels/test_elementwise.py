@@ -14,6 +14,8 @@ from multilora_kernels.rope_store_kv import (
     rope_store_kv,
     rope_store_kv_kernel,
     rope_store_kv_ref,
+    rope_tables,
+    rope_tables_kernel,
 )
 from multilora_kernels.silu_mul import silu_mul, silu_mul_kernel
 from multilora_kernels.store_kv import store_kv_ref
@@ -81,6 +83,17 @@ def check_rope(heads: tuple[int, int, int], normed: bool, dtype: torch.dtype, de
     assert torch.equal(pool.view(shape)[:, :, 1], values.view(shape)[:, :, 1])  # V as it came
 
 
+def check_tables(half: int, device: str) -> None:
+    positions = torch.tensor([0, 1, 8191, 131071, 1048575], device=device)
+    frequencies = 5e5 ** -(torch.arange(half, dtype=torch.float64) / half)
+    frequencies = frequencies.float().to(device)
+    angles = (positions.float()[:, None, None] * frequencies).double()  # rounded to fp32 once
+    cos, sin = rope_tables(positions, frequencies, 1.25)
+    for out, expected in ((cos, angles.cos() * 1.25), (sin, angles.sin() * 1.25)):
+        assert out.shape == (5, 1, half) and out.dtype == torch.float32
+        assert float((out.double() - expected).abs().max()) < 5e-7
+
+
 Check = Callable[[torch.dtype, str], None]
 CHECKS: dict[str, Check] = {
     "norm-48": lambda dtype, device: check_norms(48, dtype, device),
@@ -90,6 +103,8 @@ CHECKS: dict[str, Check] = {
     "rope-128": lambda dtype, device: check_rope((4, 2, 128), False, dtype, device),
     "rope-80": lambda dtype, device: check_rope((3, 1, 80), True, dtype, device),
     "rope-16": lambda dtype, device: check_rope((28, 4, 16), True, dtype, device),
+    "tables-64": lambda _, device: check_tables(64, device),
+    "tables-40": lambda _, device: check_tables(40, device),
 }
 
 
@@ -136,10 +151,10 @@ def test_no_tokens() -> None:
 def test_elementwise_compiles(sm: int) -> None:
     tensors = dict.fromkeys(("out_ptr", "x_ptr", "residual_ptr", "weight_ptr"), "*bf16")
     strides = {"stride_xt": "i32:16", "stride_xh": "i32:16", "heads": "i32", "eps": "fp32"}
-    constants = {"SIZE": 4096, "BLOCK": 4096, "ADDED": True}
+    constants = {"SIZE": 4096, "BLOCK": 4096, "ADDED": True, "PDL": sm >= 90}
     assert_fits(rms_norm_kernel, {**tensors, **strides}, constants, sm, 8)
     signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "stride_xt": "i32:16", "size": "i32:16"}
-    assert_fits(silu_mul_kernel, signature, {"BLOCK": 1024}, sm, 4)
+    assert_fits(silu_mul_kernel, signature, {"BLOCK": 1024, "PDL": sm >= 90}, sm, 4)
     names = ("out_ptr", "packed_ptr", "q_weight_ptr", "k_weight_ptr")
     signature = {**dict.fromkeys(names, "*bf16"), "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
     signature |= {"slot_mapping_ptr": "*i64", "eps": "fp32"}
@@ -147,6 +162,10 @@ def test_elementwise_compiles(sm: int) -> None:
     choice = launch_choice(64)
     warps = choice.pop("num_warps")
     heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "TOKENS": 16, "NORMED": True}
+    heads["PDL"] = sm >= 90
     for pages in ("*bf16", "*fp8e4nv" if sm >= 89 else "*u8"):
         kinds = {**signature, "pages_ptr": pages}
         assert_fits(rope_store_kv_kernel, kinds, {**heads, **choice}, sm, warps)
+    signature = dict.fromkeys(("cos_ptr", "sin_ptr", "frequencies_ptr"), "*fp32")
+    signature |= {"positions_ptr": "*i64", "scale": "fp32"}
+    assert_fits(rope_tables_kernel, signature, {"HALF": 64, "BLOCK": 64}, sm, 1)

@@ -5,13 +5,14 @@ import torch
 
 from multilora_kernels.fp8_quant import (
     E4M3_MAX,
+    RowScaling,
     quantise_rows,
     quantise_rows_ref,
     rms_norm_quantise,
-    rms_norm_ref,
     silu_mul_quantise,
-    silu_mul_ref,
 )
+from multilora_kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
+from multilora_kernels.silu_mul import silu_mul_ref
 
 SEED = 7
 
@@ -38,7 +39,7 @@ def assert_close_codes(q: torch.Tensor, expected: torch.Tensor, share: float) ->
 @pytest.mark.parametrize("group", [0, 128])
 def test_reference_keeps_three_bits_of_mantissa(group: int) -> None:
     x = random_x(9, 320, torch.bfloat16)
-    q, scale = quantise_rows(x, group)
+    q, scale = quantise_rows(x, RowScaling(group))
     assert q.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
     assert scale.shape == ((9, 3) if group else (9,))
     back = dequantised(q, scale, group)
@@ -64,10 +65,10 @@ def test_a_zero_row_and_a_nan_row() -> None:
 def test_static_scale_and_upper_bound_saturate() -> None:
     x = torch.tensor([[1.0, -1000.0, 3.0]], dtype=torch.bfloat16)
     static = torch.tensor([0.5])
-    q, scale = quantise_rows(x, static_scale=static)
+    q, scale = quantise_rows(x, RowScaling(static_scale=static))
     assert scale.data_ptr() == static.data_ptr()
     assert q.float().tolist() == [[2.0, -448.0, 6.0]]
-    q, scale = quantise_rows(x, upper_bound=448.0)
+    q, scale = quantise_rows(x, RowScaling(upper_bound=448.0))
     assert scale.tolist() == [1.0] and q.float().tolist() == [[1.0, -448.0, 3.0]]
 
 
@@ -101,14 +102,16 @@ def test_kernels_match_reference(k: int, group: int) -> None:
     gate_up = random_x(3, 2 * k, torch.float16)
     normed, product = torch.empty_like(x), torch.empty_like(x)
     pairs = [
-        (quantise_rows(x, group), quantise_rows_ref(x, group)),
+        (quantise_rows(x, RowScaling(group)), quantise_rows_ref(x, RowScaling(group))),
         (
-            rms_norm_quantise(x, weight, 1e-5, residual, group, out=normed),
-            quantise_rows_ref(rms_norm_ref(x, weight, 1e-5, expected_residual), group),
+            rms_norm_quantise(x, weight, 1e-5, residual, RowScaling(group), out=normed),
+            quantise_rows_ref(
+                add_rms_norm_ref(x, expected_residual, weight, 1e-5), RowScaling(group)
+            ),
         ),
         (
-            silu_mul_quantise(gate_up, group, out=product),
-            quantise_rows_ref(silu_mul_ref(gate_up), group),
+            silu_mul_quantise(gate_up, RowScaling(group), out=product),
+            quantise_rows_ref(silu_mul_ref(gate_up), RowScaling(group)),
         ),
     ]
     expected = rms_norm_ref(expected_residual, weight, 1e-5)
@@ -145,23 +148,23 @@ def test_device_matches_reference(k: int, group: int, dtype: torch.dtype) -> Non
     residual = random_x(17, k, dtype, "cuda")
     expected_residual = residual.clone()
     gate_up = random_x(17, 2 * k, dtype, "cuda")
-    q, scale = quantise_rows(x, group)
-    expected_q, expected_scale = quantise_rows_ref(x, group)
+    q, scale = quantise_rows(x, RowScaling(group))
+    expected_q, expected_scale = quantise_rows_ref(x, RowScaling(group))
     assert torch.allclose(scale, expected_scale, rtol=1e-6)
     assert_close_codes(q, expected_q, 1e-3)
     out = torch.empty_like(x)
-    q, scale = rms_norm_quantise(x, weight, 1e-5, residual, group, out=out)
-    normed = rms_norm_ref(x, weight, 1e-5, expected_residual)
+    q, scale = rms_norm_quantise(x, weight, 1e-5, residual, RowScaling(group), out=out)
+    normed = add_rms_norm_ref(x, expected_residual, weight, 1e-5)
     assert torch.equal(residual, expected_residual)
     assert torch.allclose(out, normed, rtol=1e-2, atol=1e-3)
     # Quantising what the kernel itself made: the reduction's last bit is no part of this check.
-    expected_q, expected_scale = quantise_rows_ref(out, group)
+    expected_q, expected_scale = quantise_rows_ref(out, RowScaling(group))
     assert torch.allclose(scale, expected_scale, rtol=1e-2)
     back, wanted = dequantised(q, scale, group), dequantised(expected_q, expected_scale, group)
     assert float((back - wanted).norm() / wanted.norm()) < 2e-2
-    q, scale = silu_mul_quantise(gate_up, group, out=out)
+    q, scale = silu_mul_quantise(gate_up, RowScaling(group), out=out)
     assert torch.allclose(out, silu_mul_ref(gate_up), rtol=1e-2, atol=1e-3)
-    expected_q, expected_scale = quantise_rows_ref(out, group)
+    expected_q, expected_scale = quantise_rows_ref(out, RowScaling(group))
     back, wanted = dequantised(q, scale, group), dequantised(expected_q, expected_scale, group)
     assert float((back - wanted).norm() / wanted.norm()) < 2e-2
 

@@ -134,6 +134,7 @@ def test_fp8_quant(sm: int) -> None:
     pointers = {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "static_ptr": "*fp32", "x_ptr": "*bf16"}
     common = {**pointers, "K": "i32", "stride_xm": "i32", "upper_bound": "fp32"}
     values: dict[str, Any] = {"BLOCK": block, "GROUP": 128, "STATIC": False, "INTERPRETED": False}
+    values["PDL"] = sm >= 90
     assert_fits(fp8_quant.quantise_kernel, common, values, sm, warps)
     silu = {**values, "GROUP": 0, "HAS_OUT": True, "DT": tl.bfloat16}
     common["out_ptr"] = "*bf16"

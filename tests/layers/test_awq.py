@@ -13,6 +13,7 @@ from multilora_cli.layers.awq import (
     pack_parts,
 )
 from multilora_cli.layers.linear import QuantisedWeight, StackedWeight
+from multilora_kernels.rows import Rows
 from tests.models.quantized_kit import pack_awq, pack_compressed
 
 
@@ -75,7 +76,7 @@ def test_fused_parts_are_their_rows(
     expected = torch.cat([matrix for _, matrix in made])
     assert torch.equal(weight.dequantise(), expected)
     x = random(5, 160, 4)
-    assert torch.allclose(weight.matmul(x), x @ expected.T, atol=1e-5)
+    assert torch.allclose(weight.matmul(Rows(x)), x @ expected.T, atol=1e-5)
     assert not made[1][1][:, 32:64].any()
     for part, matrix in made:
         out = torch.empty_like(matrix)
@@ -117,7 +118,7 @@ def test_stacked_weights_are_one_matrix() -> None:
     stacked, expected = StackedWeight(parts), torch.cat([matrix for _, matrix in pairs])
     x = random(3, 64, 5)
     assert torch.equal(stacked.dequantise(), expected)
-    assert torch.allclose(stacked.matmul(x), x @ expected.T, atol=1e-5)
+    assert torch.allclose(stacked.matmul(Rows(x)), x @ expected.T, atol=1e-5)
     assert stacked.nbytes == sum(part.nbytes for part in parts)
 
 

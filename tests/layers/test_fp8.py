@@ -6,6 +6,7 @@ import torch
 from multilora_cli.layers.fp8 import Fp8Linear, fp8_linear, quantise_at_load
 from multilora_cli.layers.linear import QuantisedWeight, StackedWeight
 from multilora_kernels.fp8_gemm import Fp8Weight, fp8_weight
+from multilora_kernels.rows import Rows
 from tests.models.quantized_kit import dynamic_rows, pack_fp8
 
 CASES = ("tensor", "channel", "block")
@@ -33,7 +34,7 @@ def test_rows_are_rounded_and_multiplied(scales: str) -> None:
     x = random(6, 256, seed=1) * torch.logspace(-3, 3, 6)[:, None]
     through = dynamic_rows(group=128 if scales == "block" else 0)
     linear = fp8_linear([weight], torch.float32, weight_only=False)
-    assert torch.allclose(linear.matmul(x), through(x) @ matrix.T, rtol=1e-4, atol=1e-5)
+    assert torch.allclose(linear.matmul(Rows(x)), through(x) @ matrix.T, rtol=1e-4, atol=1e-5)
     assert torch.equal(linear.dequantise(), matrix)
 
 
@@ -43,7 +44,7 @@ def test_the_bound_of_fbgemm() -> None:
     x = random(4, 256, seed=2)
     linear = fp8_linear([weight], torch.float32, weight_only=False)
     assert float(x.abs().max()) > 2
-    assert torch.allclose(linear.matmul(x), dynamic_rows(bound=1.5)(x) @ matrix.T, atol=1e-4)
+    assert torch.allclose(linear.matmul(Rows(x)), dynamic_rows(bound=1.5)(x) @ matrix.T, atol=1e-4)
 
 
 @pytest.mark.parametrize("scales", CASES)
@@ -51,9 +52,9 @@ def test_a_row_of_nan_leaves_the_others_as_they_were(scales: str) -> None:
     """A scale shared by rows would spread it; beside it every row is bit for bit the same."""
     linear = fp8_linear([make(scales)[0]], torch.float32, weight_only=False)
     x = random(5, 256, seed=3)
-    expected = linear.matmul(x)
+    expected = linear.matmul(Rows(x))
     x[2, 17] = torch.nan
-    found = linear.matmul(x)
+    found = linear.matmul(Rows(x))
     assert found[2].isnan().all()
     assert torch.equal(found[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
 
@@ -72,7 +73,7 @@ def test_parts_share_a_multiply_where_their_scales_allow(
     assert torch.equal(linear.dequantise(), matrix)
     x = random(3, 256, seed=9)
     through = dynamic_rows(group=128 if scales == "block" else 0)
-    assert torch.allclose(linear.matmul(x), through(x) @ matrix.T, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(linear.matmul(Rows(x)), through(x) @ matrix.T, rtol=1e-4, atol=1e-4)
 
 
 def test_static_scales_are_each_parts_own() -> None:
@@ -88,7 +89,7 @@ def test_static_scales_are_each_parts_own() -> None:
         (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale @ matrix.T
         for (_, matrix), scale in zip(made, (0.01, 0.3), strict=True)
     ]
-    assert torch.allclose(linear.matmul(x), torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(linear.matmul(Rows(x)), torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
     weight_only = fp8_linear(parts, torch.float32, weight_only=True)
     assert isinstance(weight_only, QuantisedWeight)
 
@@ -101,7 +102,7 @@ def test_weights_alone(scales: str) -> None:
     matrix = torch.cat([matrix for _, matrix in made])
     x = random(4, 256, seed=6)
     assert torch.equal(linear.dequantise(), matrix)
-    assert torch.allclose(linear.matmul(x), x @ matrix.T, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(linear.matmul(Rows(x)), x @ matrix.T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("slice_weights", [100, 10**7])

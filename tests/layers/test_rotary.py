@@ -11,9 +11,9 @@ from multilora_cli.layers.rotary import (
     Rotary,
     inverse_frequencies,
     max_position_supported,
-    rotate,
 )
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
+from multilora_kernels.rope_store_kv import rotate_ref
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -78,7 +78,7 @@ def test_frequencies_equal_transformers(variant: str) -> None:
     q, k = torch.randn(2, 5, 3, 128, generator=torch.Generator().manual_seed(0))
     cos, sin = theirs(q, positions[None])
     expected = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
-    ours = rotate(q, *rotary.tables(positions)), rotate(k, *rotary.tables(positions))
+    ours = rotate_ref(q, *rotary.tables(positions)), rotate_ref(k, *rotary.tables(positions))
     for left, right in zip(ours, expected, strict=True):
         assert torch.allclose(left, right[0], atol=2e-3)
     assert torch.allclose(ours[0][:3], expected[0][0, :3], atol=1e-5)
@@ -91,13 +91,13 @@ def test_rotation_depends_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 128, generator=torch.Generator().manual_seed(1))
 
     def product(p: int, distance: int) -> float:
-        at_p = rotate(q, *rotary.tables(torch.tensor([p])))
-        before = rotate(k, *rotary.tables(torch.tensor([p - distance])))
+        at_p = rotate_ref(q, *rotary.tables(torch.tensor([p])))
+        before = rotate_ref(k, *rotary.tables(torch.tensor([p - distance])))
         return float((at_p * before).sum())
 
     assert product(5, 5) == pytest.approx(product(905, 5), abs=1e-3)
     assert product(5, 5) != pytest.approx(product(905, 9), abs=1e-1)
-    turned = rotate(q, *rotary.tables(torch.tensor([4321])))
+    turned = rotate_ref(q, *rotary.tables(torch.tensor([4321])))
     assert float(turned.norm()) == pytest.approx(float(q.norm()), rel=1e-5)
 
 
@@ -108,9 +108,9 @@ def test_bf16_is_rotated_in_fp32() -> None:
         torch.tensor([100_001])
     )
     q = torch.randn(1, 2, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
-    turned = rotate(q, *tables)
+    turned = rotate_ref(q, *tables)
     assert turned.dtype == torch.bfloat16
-    assert torch.equal(turned, rotate(q.float(), *tables).bfloat16())
+    assert torch.equal(turned, rotate_ref(q.float(), *tables).bfloat16())
 
 
 @pytest.mark.parametrize(

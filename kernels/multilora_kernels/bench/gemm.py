@@ -17,7 +17,12 @@ from multilora_kernels import fp8_weight_only as wide
 from multilora_kernels.awq_pack import AwqWeight
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
 from multilora_kernels.bf16_gemv import GemvLaunch, bf16_gemv, run_gemv
-from multilora_kernels.fp8_quant import quantise_rows, rms_norm_quantise, silu_mul_quantise
+from multilora_kernels.fp8_quant import (
+    RowScaling,
+    quantise_rows,
+    rms_norm_quantise,
+    silu_mul_quantise,
+)
 from multilora_kernels.launch import Chip, chip_of
 from multilora_kernels.split_k import Tile, bucket_of
 
@@ -157,7 +162,7 @@ def _fp8_case(multiply: Multiply, blockwise: bool) -> Case:
             scale = torch.rand((n // 128, k // 128), device=device) * 0.01
             weights = [fp8.fp8_weight(weight.q, scale) for weight in weights]
         x = multiply.x(device, count)
-        rows = [quantise_rows(each, group) for each in x]
+        rows = [quantise_rows(each, RowScaling(group)) for each in x]
         one = torch.ones(1, device=device)
         variants: dict[str, Run] = {
             "ours": lambda i: fp8.fp8_gemm(*rows[i], weights[i]),
