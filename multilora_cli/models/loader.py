@@ -60,14 +60,18 @@ def load_decoder(
         quantization = base_quantization(folder, geometry, "auto", from_files=not dummy)
         quantization = placed(quantization, device, dtype)
     if dummy:
-        return _random_decoder(geometry, device, dtype, quantization, report)
-    checkpoint = open_checkpoint(folder)
-    stored = find_linears(folder, checkpoint, geometry, quantization)
-    check_tensors(folder, checkpoint, geometry, stored)
-    with TensorReader(checkpoint, device, report) as reader:
-        linears = QuantisedLinears(stored, geometry, dtype, reader.read)
+        stored = outline_linears(geometry, quantization)
+        linears = QuantisedLinears(stored, geometry, dtype, RandomTensors(geometry, device))
         decoder = Decoder(geometry, dtype, device, linears)
-        _copy_all(checkpoint, decoder, reader, stored.names - stored.unused)
+        fill_with_random(decoder, report)
+    else:
+        checkpoint = open_checkpoint(folder)
+        stored = find_linears(folder, checkpoint, geometry, quantization)
+        check_tensors(folder, checkpoint, geometry, stored)
+        with TensorReader(checkpoint, device, report) as reader:
+            linears = QuantisedLinears(stored, geometry, dtype, reader.read)
+            decoder = Decoder(geometry, dtype, device, linears)
+            _copy_all(checkpoint, decoder, reader, stored.names - stored.unused)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing took beside the weights belongs to the pool
     decoder.notes = storage_notes(stored)
@@ -92,21 +96,6 @@ def _without_memory(stored: StoredLinears) -> LinearSource:
         return DenseWeight.empty(0, 0, torch.float32, torch.device("meta"))
 
     return weight
-
-
-def _random_decoder(
-    geometry: ModelGeometry,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantization: Quantization,
-    report: Report,
-) -> Decoder:
-    stored = outline_linears(geometry, quantization)
-    linears = QuantisedLinears(stored, geometry, dtype, RandomTensors(geometry, device))
-    decoder = Decoder(geometry, dtype, device, linears)
-    fill_with_random(decoder, report)
-    decoder.notes = storage_notes(stored)
-    return decoder
 
 
 def fill_with_random(decoder: Decoder, report: Report, seed: int = 0) -> None:

@@ -95,8 +95,9 @@ def test_any_float_dtype_is_converted(
 
 
 def test_large_tensors_are_read_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers far smaller than a tensor change nothing."""
+    """Buffers far smaller than a tensor, and several threads for each, change nothing."""
     monkeypatch.setattr("multilora_cli.models.tensor_reader._BUFFER_BYTES", 1000)
+    monkeypatch.setattr("multilora_cli.models.tensor_reader._SLICE_BYTES", 300)
     for dtype in (torch.float32, torch.bfloat16):
         decoder = tiny.load(folder, dtype)
         for name, tensor in load_file(folder / "model.safetensors").items():
@@ -283,11 +284,11 @@ def test_a_tied_head_saved_twice(tmp_path: Path) -> None:
     embedding = "model.embed_tokens.weight"
     edit(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
     decoder = tiny.load(folder)
-    assert decoder.head.weight.dequantise().data_ptr() == decoder.embedding.weight.data_ptr()
+    assert decoder.head.weight.data_ptr() == decoder.embedding.weight.data_ptr()
     edit(folder, lambda tensors: tensors["lm_head.weight"].view(-1).__setitem__(0, 9.0))
     assert "differs from" in refusal(folder)
     edit_json(folder / "config.json", lambda config: config.update(tie_word_embeddings=False))
-    assert float(tiny.load(folder).head.weight.dequantise()[0, 0]) == 9.0
+    assert float(tiny.load(folder).head.weight[0, 0]) == 9.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
