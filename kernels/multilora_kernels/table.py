@@ -131,14 +131,14 @@ class AdapterTable:
 
     def can_hold(self, plan: ImagePlan) -> bool:
         """Whether the cells for `plan` are free."""
-        self._settle(plan)
+        self.settle(plan.page_bytes, plan.itemsize)
         return sum(plan.tiles.values()) <= len(self._free)
 
     def set(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
         """Let `slot` stand for the image laid out by `plan`; pages[i] holds image page i."""
         assert 0 < slot < self.num_slots and len(pages) == plan.num_pages
         self.clear(slot)
-        self._settle(plan)
+        self.settle(plan.page_bytes, plan.itemsize)
         tiles = plan.tiles
         needed = sum(tiles.values())
         if needed > len(self._free):
@@ -202,26 +202,30 @@ class AdapterTable:
             record.runs[key] = _join(self.blocks(slot, layer, module))
         return record.runs[key]
 
+    def highest_rank(self, slots: Sequence[int] | npt.NDArray[np.integer]) -> int:
+        """Of any module of `slots`, in whole rank tiles; 0 for none."""
+        return TILE_RANKS * int(self.tiles[np.asarray(slots)].max(initial=0))
+
     def rank(self, slot: int, layer: int, module: str) -> int:
         """True rank of one module of one layer of `slot`."""
         record = self._slots.get(slot)
         return record.plan.ranks.get((layer, module), 0) if record else 0
 
-    def _settle(self, plan: ImagePlan) -> None:
-        """Fix the cell layout by the first plan; later ones must agree with it."""
+    def settle(self, page_bytes: int, itemsize: int) -> None:
+        """Fix the layout of the cells. The first plan does; a graph is captured before it."""
         if self.geometry is not None:
-            assert self.geometry.page_bytes == plan.page_bytes
-            assert self.geometry.itemsize == plan.itemsize
+            assert self.geometry.page_bytes == page_bytes
+            assert self.geometry.itemsize == itemsize
             return
-        chunk = chunk_length(plan.page_bytes, plan.itemsize)
+        chunk = chunk_length(page_bytes, itemsize)
         chunks = {
             module: (-(-d_in // chunk), -(-d_out // chunk))
             for module, (d_in, d_out) in self.shapes.items()
         }
         width = max(sum(pair) for pair in chunks.values())
         self.geometry = CellGeometry(
-            plan.page_bytes,
-            plan.itemsize,
+            page_bytes,
+            itemsize,
             chunk,
             {module: pair[0] for module, pair in chunks.items()},
             width,

@@ -33,7 +33,7 @@ class Answers:
                 if result.error is not None:
                     self._fail(row, result.error)
                 elif row.length == 1 and row.sequence.has_answered and result.sampled[0].finite:
-                    deltas.append(self._take_decode(row.sequence, result.sampled[0]))
+                    deltas.append(self._take_decode(row, result.sampled[0]))
                 else:
                     deltas += self._take_row(row, result)
             except Exception as error:
@@ -41,12 +41,12 @@ class Answers:
                 self._fail(row, f"{type(error).__name__}: {error}")
         return deltas
 
-    def _take_decode(self, sequence: Sequence, sampled: Sampled) -> Delta:
+    def _take_decode(self, row: ScheduledRow, sampled: Sampled) -> Delta:
         """What almost every row is: one more token of an answer under way."""
-        sequence.num_computed += 1
-        if sequence.num_computed % BLOCK_TOKENS == 0:
-            self._publish(sequence)
-        sequence.tokens.append(sampled.token_id)
+        sequence = row.sequence
+        if (row.start + 1) % BLOCK_TOKENS == 0:
+            self._publish(row)
+        sequence.see(sampled.token_id)
         self.generated_tokens += 1
         reason = sequence.finish_reason()
         if reason is not None:
@@ -60,20 +60,22 @@ class Answers:
             finish_reason=reason,
         )
 
-    def _publish(self, sequence: Sequence) -> None:
-        extend_keys(sequence.keys, sequence.root, sequence.tokens)
-        self._kv.publish(sequence.seq_id, sequence.keys, sequence.num_computed)
+    def _publish(self, row: ScheduledRow) -> None:
+        """Offer the full blocks that the row completed; a sequence preempted since has none."""
+        sequence = row.sequence
+        if sequence.status is Status.RUNNING:
+            extend_keys(sequence.keys, sequence.root, sequence.tokens)
+            self._kv.publish(sequence.seq_id, sequence.keys, row.start + row.length)
 
     def _take_row(self, row: ScheduledRow, result: RowResult) -> list[Delta]:
-        sequence = row.sequence
-        sequence.num_computed = row.start + row.length
-        self.prompt_tokens += max(min(sequence.num_computed, sequence.prompt_len) - row.start, 0)
+        sequence, computed = row.sequence, row.start + row.length
+        self.prompt_tokens += max(min(computed, sequence.prompt_len) - row.start, 0)
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs += result.prompt_logprobs
         if all(sampled.finite for sampled in result.sampled):
-            self._publish(sequence)
+            self._publish(row)
         if not row.samples:
-            return self._end_of_prompt(sequence) if sequence.remaining == 0 else []
+            return self._end_of_prompt(sequence) if computed == sequence.length else []
         # Children first: the pages they share are the parent's, which may end with this token.
         pairs = list(zip(row.samples, result.sampled, strict=True))
         return [delta for pair in [*pairs[1:], pairs[0]] for delta in self._take_token(row, *pair)]
@@ -96,7 +98,7 @@ class Answers:
             who = f"adapter {sequence.adapter.name}" if sequence.adapter else "the base model"
             self._fail(row, f"{who} produced values that are not finite")
             return []
-        sequence.tokens.append(sampled.token_id)
+        sequence.see(sampled.token_id)
         self.generated_tokens += 1
         if sequence is not parent:
             sequence.prompt_logprobs = parent.prompt_logprobs

@@ -1,4 +1,10 @@
-"""The loop: between steps adapters move and requests come and go; a step is decided, run, told."""
+"""The loop: between steps adapters move and requests come and go; a step is decided, run, told.
+
+On a CUDA device the loop is one step ahead: it decides and launches a step while the one before
+still runs, and only then waits for that one's tokens. What the next step needs of them stays on the
+device (engine.sequence). A sequence that turns out to have ended has then been computed once too
+often, and that result is dropped.
+"""
 
 import logging
 import time
@@ -33,6 +39,7 @@ from multilora_cli.engine.messages import (
     Submit,
     ToEngine,
 )
+from multilora_cli.engine.phases import PhaseTimes
 from multilora_cli.engine.scheduler import Scheduler
 from multilora_cli.engine.sequence import Sequence, Status
 from multilora_cli.memory.kv_cache import KVCache, pages_for
@@ -44,24 +51,30 @@ _log = logging.getLogger(__name__)
 _LEARN_TOKENS = 128  # a smaller step says more about its overhead than about its tokens
 
 
-class Fence(Protocol):
-    """A point in the device's work (engine.fence)."""
+class Flight(Protocol):
+    """A step that was handed to the device."""
 
-    def done(self) -> bool:
-        """Whether everything before it has ended."""
+    def results(self) -> tuple[RowResult, ...]:
+        """Wait for its end; one result per row, in order."""
         ...
 
 
 class Runner(Protocol):
     """What the engine asks of a model (model_runner.ModelRunner)."""
 
-    def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
-        """One result per row, in order; steps without samples may still be under way."""
+    def launch(self, batch: ScheduledBatch) -> Flight:
+        """Hand a step to the device, behind those before it."""
         ...
 
-    def fence(self) -> Fence:
-        """The point behind everything that `run` has launched so far."""
-        ...
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step under way: its number at the pool's clock, and when it was launched."""
+
+    number: int
+    batch: ScheduledBatch
+    flight: Flight
+    at: float
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,7 @@ class EngineParts:
     failpoints: Failpoints
     now: Callable[[], float] = time.monotonic
     loaders: ThreadPoolExecutor | None = None
+    steps_ahead: int = 0  # steps that are launched before the oldest one's tokens are awaited
 
 
 class Engine:
@@ -94,42 +108,54 @@ class Engine:
         self._refused: list[Delta] = []
         self._replies: list[Reply] = []
         self._drain_at: float | None = None
-        self._under_way: deque[tuple[int, Fence]] = deque()  # steps by number
-        self._steps = 0
-        self._step_s = 0.0
+        self._under_way: deque[_Launched] = deque()
+        self._landed_at = 0.0
+        self._phases = PhaseTimes()
 
     # ---- the loop
 
     def step(self) -> list[Delta]:
         """One turn of the loop; the deltas it produced."""
-        parts = self.parts
-        self._pass_fences()
-        parts.residency.poll()
-        batch = parts.scheduler.schedule()
-        deltas = self._run(batch) if batch.rows else []
+        parts, phases = self.parts, self._phases
+        with phases.measure("schedule"):
+            parts.residency.poll()
+            batch = parts.scheduler.schedule()
+        if batch.rows:
+            self._launch(batch)
+        ahead = parts.steps_ahead if batch.rows else 0
+        deltas: list[Delta] = []
+        while len(self._under_way) > ahead:
+            deltas += self._land()
         if self._drain_at is not None and parts.now() >= self._drain_at:
             self._end_all(Fault("server_shutting_down", "the server is shutting down", 5.0))
         if parts.config.debug:
             self.check_integrity()
         return deltas + self._take_refused() + parts.scheduler.take_ended()
 
-    def _run(self, batch: ScheduledBatch) -> list[Delta]:
-        parts, started = self.parts, time.perf_counter()
+    def _launch(self, batch: ScheduledBatch) -> None:
+        parts = self.parts
         parts.failpoints.hit("step")
-        step = parts.pool.clock.launch()
-        results = parts.runner.run(batch)
-        parts.kv.copies_launched()
-        self._under_way.append((step, parts.runner.fence()))
-        self._steps += 1
-        self._learn_cost(batch, time.perf_counter() - started)
-        deltas = self._answers.take(batch, results)
-        self._step_s += time.perf_counter() - started
-        return deltas
+        with self._phases.measure("launch"):
+            number, at = parts.pool.clock.launch(), time.perf_counter()
+            flight = parts.runner.launch(batch)
+            parts.kv.copies_launched()
+            parts.scheduler.launched(batch)
+        self._under_way.append(_Launched(number, batch, flight, at))
 
-    def _pass_fences(self) -> None:
-        """What the steps that ended could still read may be overwritten now."""
-        while self._under_way and self._under_way[0][1].done():
-            self.parts.pool.clock.complete(self._under_way.popleft()[0])
+    def _land(self) -> list[Delta]:
+        """Wait for the oldest step and tell what it produced."""
+        step = self._under_way.popleft()
+        with self._phases.measure("wait"):
+            results = step.flight.results()
+        # What the steps that ended could still read may be overwritten now.
+        self.parts.pool.clock.complete(step.number)
+        landed_at = time.perf_counter()
+        took_s = landed_at - max(step.at, self._landed_at)
+        self._landed_at = landed_at
+        self._phases.step(took_s)
+        self._learn_cost(step.batch, took_s)
+        with self._phases.measure("answer"):
+            return self._answers.take(step.batch, results)
 
     def _learn_cost(self, batch: ScheduledBatch, step_s: float) -> None:
         """What a cached block is worth follows from how fast prompts are computed here."""
@@ -141,7 +167,7 @@ class Engine:
     @property
     def idle_wait_s(self) -> float | None:
         """How long the loop may wait for messages before the next step; None: until one comes."""
-        if self.parts.scheduler.num_running:
+        if self.parts.scheduler.num_running or self._under_way:
             return 0.0
         if self.parts.residency.busy():
             return 0.001
@@ -151,7 +177,8 @@ class Engine:
     @property
     def drained(self) -> bool:
         """Whether a drain was asked for and nothing is left to do."""
-        return self._drain_at is not None and not self.parts.scheduler.has_work
+        busy = self.parts.scheduler.has_work or self._under_way
+        return self._drain_at is not None and not busy
 
     # ---- messages
 
@@ -301,8 +328,7 @@ class Engine:
     def _counters(self) -> dict[str, float]:
         parts = self.parts
         return {
-            "steps": self._steps,
-            "step_seconds": self._step_s,
+            **self._phases.counters(),
             "prompt_tokens": self._answers.prompt_tokens,
             "cached_tokens": self._answers.cached_tokens,
             "generated_tokens": self._answers.generated_tokens,

@@ -139,8 +139,8 @@ class Scheduler:
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The prompt is computed: let `child` run on the parent's pages, or wait for its own."""
         parent.children.remove(child)
-        computed = parent.num_computed
-        room = len(self._running) < self._limits.max_num_seqs
+        computed = parent.num_computed  # of the prompt: a parent does not go on before its children
+        room = len(self._running) < self._limits.max_num_seqs and parent.status is Status.RUNNING
         if not room or not self._kv.fork(parent.seq_id, child.seq_id, computed):
             self._wait(child)
             return
@@ -159,7 +159,7 @@ class Scheduler:
             self._settle()
         budget = self._limits.max_num_batched_tokens
         for sequence in list(self._running):
-            if sequence.remaining == 1 and self._has_room(sequence):
+            if sequence.remaining == 1 and sequence.may_go_on and self._has_room(sequence):
                 rows.append(self._row(sequence, 1))
                 budget -= 1
         for sequence in self._running:
@@ -172,6 +172,16 @@ class Scheduler:
             self.waits.count("kv_pages", len(self._waiting))
         rows.sort(key=lambda row: row.length > 1)
         return ScheduledBatch(tuple(rows), self._kv.pending_copies())
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """The step was handed to the device: its tokens count, those it samples are pending."""
+        at = 0
+        for row in batch.rows:
+            row.sequence.num_computed = row.start + row.length
+            for sequence in row.samples:
+                sequence.num_pending += 1
+                sequence.pending_at = at
+                at += 1
 
     @property
     def num_waiting(self) -> int:
@@ -227,7 +237,7 @@ class Scheduler:
     def _has_room(self, sequence: Sequence) -> bool:
         """Pages for the token it computes next, preempting newer ones; False: not in this step."""
         while sequence.status is Status.RUNNING:
-            if self._kv.reserve(sequence.seq_id, len(sequence.tokens), sequence.order):
+            if self._kv.reserve(sequence.seq_id, sequence.length, sequence.order):
                 return True
             newer = [other for other in self._running if other.order > sequence.order]
             victims = [other for other in newer if other.may_be_preempted]
@@ -249,6 +259,8 @@ class Scheduler:
             if budget <= 0 or len(self._running) >= self._limits.max_num_seqs:
                 self.waits.count("place", len(waiting) - index)
                 break
+            if sequence.num_pending:
+                continue  # preempted while its token was on the way
             if self._is_hopeless(sequence, now):
                 continue
             obstacle = self._obstacle(sequence, overdue)
@@ -344,7 +356,7 @@ class Scheduler:
     def _row(self, sequence: Sequence, length: int) -> ScheduledRow:
         """The sequence and its children sample when no known token is left."""
         samples: tuple[Sequence, ...] = ()
-        if length == sequence.remaining and len(sequence.tokens) < sequence.max_len:
+        if length == sequence.remaining and sequence.length < sequence.max_len:
             samples = (sequence, *sequence.children)
         pages = self._kv.table(sequence.seq_id)
         return ScheduledRow(sequence, sequence.num_computed, length, pages, samples)
@@ -379,7 +391,7 @@ class Scheduler:
         self._leave(sequence)
         if sequence.lease is not None:
             self._leases.suspend(sequence.lease)
-        sequence.resumed_len = len(sequence.tokens)
+        sequence.resumed_len = sequence.length
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:

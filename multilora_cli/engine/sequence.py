@@ -1,4 +1,8 @@
-"""What one sequence is: its tokens, how far it is computed, and what it holds."""
+"""What one sequence is: its tokens, how far it is computed, and what it holds.
+
+The engine may launch a step before it has seen the tokens of the one before. Until then a token is
+*pending*: it exists on the device only. It counts in every length here; its value is unknown.
+"""
 
 from array import array
 from dataclasses import dataclass, field
@@ -39,7 +43,9 @@ class Sequence:
     waiting_since: float = 0.0
     status: Status = Status.WAITING
     slot: int = 0
-    num_computed: int = 0  # tokens whose K and V are in the pool
+    num_computed: int = 0  # tokens whose K and V the launched steps write
+    num_pending: int = 0  # sampled by launched steps and not seen yet
+    pending_at: int = 0  # the newest pending token's place among the tokens its step sampled
     keys: list[bytes] = field(default_factory=list)  # of its full KV blocks
     children: list["Sequence"] = field(default_factory=list)  # FORKING, until the prompt is done
     resumed_len: int = -1  # tokens when it was taken up again after a preemption; -1: never
@@ -53,14 +59,28 @@ class Sequence:
         return self.adapter.digest if self.adapter is not None else ""
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and output, pending ones included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
     def num_outputs(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.prompt_len
+        """Tokens generated so far, pending ones included."""
+        return self.length - self.prompt_len
 
     @property
     def remaining(self) -> int:
-        """Tokens that are known but not computed; 1 for a sequence that decodes."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that exist but are not computed; 1 for a sequence that decodes."""
+        return self.length - self.num_computed
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its next step can be decided before its pending token is seen.
+
+        Not where that token is its last, and not while answers wait to share its pages: the next
+        step would write to the page that they copy.
+        """
+        return not self.num_pending or not (self.children or self.length >= self.max_len)
 
     @property
     def kv_tokens(self) -> int:
@@ -68,7 +88,7 @@ class Sequence:
 
         The last token of an answer is never fed back, so its K and V are never stored.
         """
-        return min(len(self.tokens) + 1, max(self.max_len - 1, len(self.tokens)))
+        return min(self.length + 1, max(self.max_len - 1, self.length))
 
     @property
     def most_kv_tokens(self) -> int:
@@ -83,11 +103,17 @@ class Sequence:
     @property
     def may_be_preempted(self) -> bool:
         """A sequence that was preempted must produce a token before it is preempted again."""
-        return len(self.tokens) > self.resumed_len
+        return self.length > self.resumed_len
+
+    def see(self, token_id: int) -> None:
+        """The oldest pending token is known."""
+        self.tokens.append(token_id)
+        self.num_pending -= 1
 
     def finish_reason(self) -> FinishReason | None:
-        """Why it ends with its last token; None: it goes on."""
-        enough = self.num_outputs >= self.params.min_tokens
-        if self.num_outputs and enough and self.tokens[-1] in self.stop_ids:
+        """Why it ends with its last token, which is known; None: it goes on."""
+        num_outputs = len(self.tokens) - self.prompt_len
+        enough = num_outputs >= self.params.min_tokens
+        if num_outputs and enough and self.tokens[-1] in self.stop_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.max_len else None

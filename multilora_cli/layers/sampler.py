@@ -57,13 +57,20 @@ class RowParams(Protocol):
 class SamplingRow:
     """One row of logits: its request's parameters and what was said so far.
 
-    The noise is drawn at position len(output). Arrays spare the conversion of long lists, which
-    is needed only where a penalty is set.
+    `prompt` and `output` are read only where a penalty is set, and may be empty elsewhere;
+    arrays spare the conversion of long lists. The noise is drawn at position `num_outputs`.
     """
 
     params: RowParams
     prompt: Sequence[int] | np.ndarray
     output: Sequence[int] | np.ndarray
+    num_outputs: int = -1  # tokens said so far; -1: len(output)
+    pending_at: int = -1  # the last token said is on the device only, there in `pending`; -1: none
+
+    @property
+    def position(self) -> int:
+        """Tokens said so far."""
+        return len(self.output) if self.num_outputs < 0 else self.num_outputs
 
 
 @dataclass(frozen=True)
@@ -91,15 +98,22 @@ class SamplingBatch:
 
     @classmethod
     def build(
-        cls, rows: Sequence[SamplingRow], vocab: int, device: torch.device
+        cls,
+        rows: Sequence[SamplingRow],
+        vocab: int,
+        device: torch.device,
+        pending: torch.Tensor | None = None,
     ) -> "SamplingBatch":
-        """The batch of `rows` over `vocab` tokens. Tokens of a logit_bias beyond it are ignored."""
+        """The batch of `rows` over `vocab` tokens. Tokens of a logit_bias beyond it are ignored.
+
+        `pending` int64 [N] on the device holds what the rows' `pending_at` points to.
+        """
         wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
         return cls(
             num_rows=len(rows),
             randomness=_randomness(rows, vocab, device),
             bias=_bias(rows, vocab, device),
-            penalties=_penalties(rows, device),
+            penalties=_penalties(rows, device, pending),
             num_top=min(max(wanted), vocab) if wanted else None,
         )
 
@@ -190,7 +204,7 @@ def _randomness(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -
     temperature, min_p, top_p, top_k = numbers.T
     top_k = np.where(top_k < vocab, np.maximum(top_k, 0), 0).astype(np.int64)
     truncated = np.flatnonzero((top_k > 0) | (top_p < 1))
-    keys = row_keys([p.seed for p in params], [len(rows[i].output) for i in drawing])
+    keys = row_keys([p.seed for p in params], [rows[i].position for i in drawing])
     log_min_p = np.full(len(params), -np.inf)
     np.log(np.minimum(min_p, 1.0), out=log_min_p, where=min_p > 0)
     top_p = np.where(top_p < 1, top_p, NO_TOP_P)[truncated]
@@ -212,7 +226,7 @@ def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Spar
         params = row.params
         if params.logit_bias:
             triples += [(i, token, bias) for token, bias in params.logit_bias.items()]
-        if len(row.output) < params.min_tokens:
+        if params.min_tokens and row.position < params.min_tokens:
             triples += [(i, token, -np.inf) for token in params.stop_token_ids]
     triples = [entry for entry in triples if 0 <= entry[1] < vocab]
     if not triples:
@@ -223,7 +237,9 @@ def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Spar
     return SparseLogits(_on(device, row_index), _on(device, tokens), _on(device, values))
 
 
-def _penalties(rows: Sequence[SamplingRow], device: torch.device) -> Penalties | None:
+def _penalties(
+    rows: Sequence[SamplingRow], device: torch.device, pending: torch.Tensor | None
+) -> Penalties | None:
     """The rows with a penalty and what they said."""
     penalised = [i for i, row in enumerate(rows) if _is_penalised(row.params)]
     if not penalised:
@@ -240,7 +256,7 @@ def _penalties(rows: Sequence[SamplingRow], device: torch.device) -> Penalties |
         frequency=strengths[1],
         presence=strengths[2],
         prompt=_history([rows[i].prompt for i in penalised], device),
-        output=_history([rows[i].output for i in penalised], device),
+        output=_said([rows[i] for i in penalised], device, pending),
     )
 
 
@@ -259,3 +275,16 @@ def _history(
     tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in histories])
     owners = np.repeat(np.arange(len(histories)), [len(tokens) for tokens in histories])
     return _on(device, owners), _on(device, tokens)
+
+
+def _said(
+    rows: Sequence[SamplingRow], device: torch.device, pending: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of `rows` as `_history`, then the pending token of each row that has one."""
+    owners, tokens = _history([row.output for row in rows], device)
+    late = [(index, row.pending_at) for index, row in enumerate(rows) if row.pending_at >= 0]
+    if not late:
+        return owners, tokens
+    assert pending is not None
+    index, places = _on(device, np.array(late, dtype=np.int64)).unbind(1)
+    return torch.cat([owners, index]), torch.cat([tokens, pending[places]])
