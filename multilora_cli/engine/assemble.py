@@ -14,6 +14,7 @@ from multilora_cli.adapters.residency import Residency
 from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.config import EngineConfig
+from multilora_cli.engine.decode_graphs import DecodeGraphs
 from multilora_cli.engine.device_memory import Allocation, plan_memory
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
@@ -120,14 +121,26 @@ class _Assembly:
         return Scheduler(limits, self.kv, residency, self.now, FairOrder(config.fairness))
 
     def runner(self, decoder: Decoder) -> ModelRunner:
-        """What runs a step on the device."""
-        segments = Segments(
-            self.config.max_num_batched_tokens,
-            self.allocation.device,
-            max_rank=self.config.max_lora_rank,
-        )
-        builder = BatchBuilder(self.buffer.pages, self.table, segments, self.allocation.kv_dtype)
-        return ModelRunner(decoder, builder, self.buffer.pages, self.failpoints)
+        """What runs a step on the device; on CUDA with its decode steps captured."""
+        config, device = self.config, self.allocation.device
+        segments = Segments(config.max_num_batched_tokens, device, max_rank=config.max_lora_rank)
+        # One row may sample for all answers of a request, which all wait in the queue.
+        most_samples = config.max_num_seqs + config.max_queue
+        sampled = torch.zeros(most_samples, dtype=torch.int64, device=device)
+        kv_dtype = self.allocation.kv_dtype
+        builder = BatchBuilder(self.buffer.pages, self.table, segments, sampled, kv_dtype)
+        self.graphs: DecodeGraphs | None = None
+        if self.allocation.graph_rows:
+            self.table.settle(self.pool.page_bytes, self.allocation.dtype.itemsize)
+            self.graphs = DecodeGraphs(
+                decoder,
+                builder,
+                self.allocation.graph_rows,
+                self.max_model_len,
+                config.max_lora_rank,
+            )
+            self.graphs.capture(lambda done, total: self.report("graphs", done, total))
+        return ModelRunner(decoder, builder, self.failpoints, self.graphs)
 
     def ready(self, decoder: Decoder) -> Ready:
         """What was allocated, beside what was planned."""
@@ -137,6 +150,8 @@ class _Assembly:
             "pool": self.buffer.nbytes,
             "tables": self.table.nbytes,
         }
+        if self.graphs is not None:
+            allocated["graphs"] = self.graphs.nbytes
         return Ready(
             device=str(self.allocation.device),
             dtype=str(self.allocation.dtype).removeprefix("torch."),
@@ -171,6 +186,7 @@ def build_engine(
     report("pool", 1, 1)
     loaders = ThreadPoolExecutor(config.num_loaders, thread_name_prefix="adapter-loader")
     residency = assembly.residency(loaders)
+    runner = assembly.runner(decoder)
     return Engine(
         EngineParts(
             config=config,
@@ -182,13 +198,22 @@ def build_engine(
             kv=assembly.kv,
             residency=residency,
             scheduler=assembly.scheduler(residency),
-            runner=assembly.runner(decoder),
+            runner=runner,
             ready=assembly.ready(decoder),
             failpoints=assembly.failpoints,
             now=now,
             loaders=loaders,
+            steps_ahead=_steps_ahead(config, assembly.allocation),
         )
     )
+
+
+def _steps_ahead(config: EngineConfig, allocation: Allocation) -> int:
+    """One on a CUDA device. A CPU runs a step within the call that launches it, so there a step
+    ahead would only delay every token by one."""
+    if config.steps_ahead is not None:
+        return config.steps_ahead
+    return 1 if allocation.device.type == "cuda" else 0
 
 
 def _context(config: EngineConfig, geometry: ModelGeometry, allocation: Allocation) -> int:

@@ -1,4 +1,8 @@
-"""The tensors of one step, built once: token ids, positions, where K and V go, page tables."""
+"""The tensors of one step, built once: token ids, positions, where K and V go, page tables.
+
+Everything travels in one copy, as int32. Tokens that the step before sampled are not waited for:
+a row names the place of its token among `sampled`, and the device looks it up.
+"""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -13,9 +17,13 @@ from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
+from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 
 Ints = npt.NDArray[np.int32]
+
+_ALIGNED = 4  # int32: kernels are compiled for pointers and strides at multiples of 16 bytes
+_TABLE_COLUMNS = 16  # page tables grow in these steps, so that few shapes exist
 
 
 @dataclass(frozen=True)
@@ -29,16 +37,26 @@ class StepTensors:
 
 
 class BatchBuilder:
-    """Turns scheduled rows into tensors on `device`."""
+    """Turns scheduled rows into tensors on the pool's device.
+
+    `sampled` int64 [most tokens that one step samples] is where the runner leaves a step's tokens.
+    """
 
     def __init__(
-        self, pool: torch.Tensor, table: AdapterTable, segments: Segments, kv_dtype: torch.dtype
+        self,
+        pool: torch.Tensor,
+        table: AdapterTable,
+        segments: Segments,
+        sampled: torch.Tensor,
+        kv_dtype: torch.dtype,
     ) -> None:
-        self._pool = pool
-        self._kv_dtype = kv_dtype
-        self._table = table
-        self._segments = segments
-        self._device = pool.device
+        self.pool = pool
+        self.table = table
+        self.segments = segments
+        self.sampled = sampled
+        self.kv_dtype = kv_dtype
+        self._staging = Staging(pool.device)
+        self._upload = torch.empty(0, dtype=torch.int32, device=pool.device)
 
     def build(self, rows: Rows[ScheduledRow]) -> StepTensors:
         """The step of `rows`; rows of one token come first."""
@@ -46,37 +64,72 @@ class BatchBuilder:
         starts = np.array([row.start for row in rows], dtype=np.int64)
         ends = np.cumsum(lengths)
         positions = _ranges(starts, lengths)
-        token_ids = _token_ids(rows)
-        page_table = _page_table(rows)
+        token_ids, places = _tokens(rows)
+        table = page_table(rows)
         owners = np.repeat(np.arange(len(rows)), lengths)
-        pages = page_table[owners, positions // BLOCK_TOKENS]
-        slot_mapping = pages.astype(np.int64) * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        slot_mapping = table[owners, positions // BLOCK_TOKENS] * BLOCK_TOKENS
+        slot_mapping += positions % BLOCK_TOKENS
         slots = np.array([row.sequence.slot for row in rows], dtype=np.int32)
-        self._segments.build(np.repeat(slots, lengths))
+        self.segments.build(np.repeat(slots, lengths))
+        query_start = np.concatenate([[0], ends])
+        parts = self._to_device(
+            token_ids, places, positions, slot_mapping, query_start, starts + lengths, table
+        )
+        token_ids_there, places_there, positions_there, mapping_there = parts[:4]
+        if (places >= 0).any():
+            token_ids_there = late_tokens(token_ids_there, places_there, self.sampled)
         attention = AttentionBatch(
-            query_start=self._on(np.concatenate([[0], ends]).astype(np.int32)),
-            seq_lens=self._on((starts + lengths).astype(np.int32)),
-            page_table=self._on(page_table),
+            query_start=parts[4],
+            seq_lens=parts[5],
+            page_table=parts[6].view(len(rows), -1),
             num_decodes=int((lengths == 1).sum()),
             max_query_len=int(lengths.max()),
             max_seq_len=int((starts + lengths).max()),
         )
         context = StepContext(
-            pool=self._pool,
-            slot_mapping=self._on(slot_mapping),
+            pool=self.pool,
+            slot_mapping=mapping_there.long(),
             attention=attention,
-            table=self._table,
-            segments=self._segments,
-            kv_dtype=self._kv_dtype,
+            table=self.table,
+            segments=self.segments,
+            kv_dtype=self.kv_dtype,
         )
-        return StepTensors(self._on(token_ids), self._on(positions), context, ends - 1)
+        return StepTensors(token_ids_there.long(), positions_there.long(), context, ends - 1)
 
-    def _on(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """`array` on the device, in stream order."""
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+    def _to_device(self, *arrays: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
+        """The arrays flat, int32, each at an aligned address, in one copy in stream order."""
+        sizes = [array.size for array in arrays]
+        padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        packed = np.zeros(sum(padded), dtype=np.int32)
+        offsets = np.cumsum([0, *padded])
+        for array, offset, size in zip(arrays, offsets, sizes, strict=False):
+            packed[offset : offset + size] = array.reshape(-1)
+        if self._upload.numel() < len(packed):
+            size = 1 << (len(packed) - 1).bit_length()
+            self._upload = torch.empty(size, dtype=torch.int32, device=self.pool.device)
+        self._staging.upload(self._upload[: len(packed)], packed)
+        return tuple(
+            self._upload[offset : offset + size]
+            for offset, size in zip(offsets, sizes, strict=False)
+        )
+
+
+def late_tokens(
+    token_ids: torch.Tensor, places: torch.Tensor, sampled: torch.Tensor
+) -> torch.Tensor:
+    """int64 [T]: `sampled` at `places` where one is named, `token_ids` elsewhere (places -1)."""
+    late = sampled[places.clamp(min=0).long()]
+    return torch.where(places >= 0, late, token_ids.long())
+
+
+def page_table(rows: Rows[ScheduledRow]) -> Ints:
+    """int32 [rows, most pages, rounded up]; unused entries name the scratch page."""
+    counts = [pages_for(row.start + row.length) for row in rows]
+    columns = -(-max(counts) // _TABLE_COLUMNS) * _TABLE_COLUMNS
+    table = np.zeros((len(rows), columns), dtype=np.int32)
+    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        table[index, :count] = np.frombuffer(row.pages, dtype=np.int32)[:count]
+    return table
 
 
 def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -86,20 +139,30 @@ def _ranges(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> np
     return positions + np.arange(len(positions))
 
 
-def _token_ids(rows: Rows[ScheduledRow]) -> npt.NDArray[np.int64]:
-    """The tokens of every row. Slices are copies: an exported array could not grow."""
-    single = [row.sequence.tokens[row.start] for row in rows if row.length == 1]
+def single_tokens(rows: Rows[ScheduledRow]) -> tuple[list[int], list[int]]:
+    """Of rows of one token: the token, and -1; or 0, and the place of a pending one."""
+    tokens, places = [], []
+    for row in rows:
+        sequence = row.sequence
+        if sequence.num_pending:
+            tokens.append(0)
+            places.append(sequence.pending_at)
+        else:
+            tokens.append(sequence.tokens[row.start])
+            places.append(-1)
+    return tokens, places
+
+
+def _tokens(rows: Rows[ScheduledRow]) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]:
+    """The tokens of every row and their places. Slices are copies: an array on loan cannot grow."""
+    short = [row for row in rows if row.length == 1]
+    tokens, places = single_tokens(short)
     longer = [
         np.frombuffer(row.sequence.tokens[row.start : row.start + row.length], dtype=np.int32)
-        for row in rows[len(single) :]
+        for row in rows[len(short) :]
     ]
-    return np.concatenate([np.array(single, dtype=np.int64), *longer])
-
-
-def _page_table(rows: Rows[ScheduledRow]) -> Ints:
-    """int32 [rows, most pages]; unused entries name the scratch page."""
-    counts = [pages_for(row.start + row.length) for row in rows]
-    table = np.zeros((len(rows), max(counts)), dtype=np.int32)
-    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        table[index, :count] = np.frombuffer(row.pages[:count], dtype=np.int32)
-    return table
+    known = np.full(sum(len(part) for part in longer), -1, dtype=np.int32)
+    return (
+        np.concatenate([np.array(tokens, dtype=np.int32), *longer]),
+        np.concatenate([np.array(places, dtype=np.int32), known]),
+    )

@@ -42,6 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter_wait_s: float = 2.0  # a sequence that waited longer for its adapter is not overtaken
     adapter_wait_limit_s: float = 60.0  # longer: the fault adapter_loading
     num_loaders: int = 2  # threads that read and convert adapters
+    cuda_graphs: bool = True  # capture decode steps; CUDA only
+    steps_ahead: int | None = None  # launched before the oldest is awaited; None: 1 on CUDA, else 0
     num_threads: int | None = None  # torch intra-op threads; None: the cores, at most 8
     debug: bool = False  # poison freed pages, audit owners after every step, allow failpoints
     failpoints: dict[str, str] = {}  # see engine/failpoints.py; refused without debug
@@ -57,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.num_slots < 2:
             raise BadInput(f"num_slots: found {self.num_slots}, expected at least 2")
+        if self.steps_ahead not in (None, 0, 1):
+            raise BadInput(f"steps_ahead: found {self.steps_ahead}, expected 0 or 1")
         if not 0.0 <= self.kv_reserve < 1.0:
             raise BadInput(f"kv_reserve: found {self.kv_reserve}, expected from 0 to below 1")
         if not 0.0 < self.device_fraction <= 1.0:

@@ -11,6 +11,8 @@ from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.sizing.budget import (
     MemoryPlan,
     base_bytes,
+    graph_bytes,
+    graph_rows,
     max_blocks,
     plan_pool,
     table_bytes,
@@ -43,6 +45,7 @@ class Allocation:
     plan: MemoryPlan
     max_blocks: int
     quantization: Quantization  # of the base's linears, as they lie on the device
+    graph_rows: tuple[int, ...]  # decode steps that are captured; none on a CPU
 
 
 def choose_device(name: str) -> torch.device:
@@ -100,6 +103,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         from_files=config.load_format != "dummy",
     )
     quantization = placed(quantization, device, dtype)
+    on_card = device.type == "cuda"
     weights = base_bytes(geometry, itemsize, quantization).total
     workspace = workspace_bytes(
         geometry,
@@ -107,12 +111,14 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         config.max_num_batched_tokens,
         config.max_num_seqs,
         config.max_lora_rank,
-        on_card=device.type == "cuda",
+        on_card=on_card,
     )
+    rows = graph_rows(config.max_num_seqs) if config.cuda_graphs and on_card else ()
+    graphs = graph_bytes(geometry, itemsize, rows)
     pool = config.pool_bytes
     if pool is None and device.type == "cpu" and config.device_bytes is None:
         pool = min(_CPU_POOL_MAX, free_host_bytes() // _CPU_SHARE)
-    available = _available(config, device) if pool is None else pool + weights + workspace
+    available = _available(config, device) if pool is None else pool + weights + workspace + graphs
     # The table depends on the pool it serves; without a given one it is counted for all that is
     # available, which is more.
     blocks = max_blocks(available if pool is None else pool, page_bytes)
@@ -126,8 +132,9 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         weights=weights,
         workspace=workspace,
         tables=tables,
+        graphs=graphs,
     )
-    return Allocation(device, dtype, kv_dtype, plan, blocks, quantization)
+    return Allocation(device, dtype, kv_dtype, plan, blocks, quantization, rows)
 
 
 def _available(config: EngineConfig, device: torch.device) -> int:

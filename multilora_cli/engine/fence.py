@@ -12,6 +12,10 @@ class Fence(Protocol):
         """Whether everything before it has ended."""
         ...
 
+    def wait(self) -> None:
+        """Return once everything before it has ended."""
+        ...
+
 
 class Passed:
     """A point that was reached when the call returned: on a CPU, every point."""
@@ -19,6 +23,9 @@ class Passed:
     def done(self) -> bool:
         """Always."""
         return True
+
+    def wait(self) -> None:
+        """At once."""
 
 
 class StreamFence:
@@ -31,6 +38,10 @@ class StreamFence:
     def done(self) -> bool:
         """Whether the stream has come past it; never waits."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until the stream has come past it; other threads run meanwhile."""
+        self._event.synchronize()
 
 
 def fence_of(device: torch.device) -> Fence:

@@ -1,26 +1,28 @@
 """Everything that happens on the device in one step.
 
-If a pass over the whole batch raises, its halves are run alone, down to the row that cannot be
-run: writing the same K and V twice does no harm, and one request's fault ends only that request.
+`launch` hands a step over and returns at once on a CUDA device; the Flight that it returns waits
+for the few numbers that come back. If a pass over the whole batch raises, its halves are run alone,
+down to the row that cannot be run: writing the same K and V twice does no harm, and one request's
+fault ends only that request.
 """
 
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from multilora_cli.engine.batch import BatchBuilder, StepTensors
+from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.batch_plan import RowResult, Sampled, ScheduledBatch, ScheduledRow
+from multilora_cli.engine.decode_graphs import DecodeGraphs
 from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.fence import Fence, fence_of
 from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.engine.sequence import Sequence
 from multilora_cli.layers.sampler import (
     Logprobs,
-    SampleOutput,
     SamplingBatch,
     SamplingRow,
     sample,
@@ -36,69 +38,125 @@ _PROMPT_ROWS = 256
 
 @dataclass(frozen=True)
 class _Draw:
-    """One sequence that takes a token, and the token row its logits come from."""
+    """One sequence that takes a token, and where its logits are."""
 
-    row: int
+    row: int  # in the batch
+    place: int  # among the tokens that the whole step samples
     sequence: Sequence
-    token_row: int
+    token_row: int  # row of the pass's hidden states
+
+
+@dataclass
+class _PromptLogprobs:
+    """Log-probabilities of a row's prompt tokens, on their way to the host, slice by slice."""
+
+    count: int  # alternatives
+    slices: list[tuple[list[int], Logprobs]] = field(default_factory=list)
+
+    def on_host(self) -> tuple[TokenLogprobs, ...]:
+        """One entry per token."""
+        return tuple(
+            entry
+            for targets, logprobs in self.slices
+            for entry in _logprob_rows(targets, logprobs, [self.count] * len(targets))
+        )
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass over some rows sends back: pinned host tensors that are being filled."""
+
+    rows: list[int]  # in the batch
+    draws: list[_Draw]
+    tokens: torch.Tensor | None  # int64 [draws]; -1 where the logits were not finite
+    logprobs: Logprobs | None
+    prompts: dict[int, _PromptLogprobs]  # by row
+
+
+class StepFlight:
+    """A launched step: the passes that were made of it, and the rows that could not be run."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._fence: Fence | None = None
+        self.passes: list[_Pass] = []
+        self.errors: dict[int, str] = {}
+
+    def close(self, fence: Fence) -> None:
+        """Everything is launched, up to `fence`."""
+        self._fence = fence
+
+    def results(self) -> tuple[RowResult, ...]:
+        """Wait for the device; one result per row of the batch, in order."""
+        assert self._fence is not None
+        self._fence.wait()
+        results = {row: RowResult(error=error) for row, error in self.errors.items()}
+        for done in self.passes:
+            sampled: dict[int, list[Sampled]] = {row: [] for row in done.rows}
+            for draw, token in zip(done.draws, _sampled(done), strict=True):
+                sampled[draw.row].append(token)
+            for row, tokens in sampled.items():
+                prompt = done.prompts.get(row)
+                results[row] = RowResult(tuple(tokens), prompt.on_host() if prompt else ())
+        return tuple(results[row] for row in range(self._num_rows))
 
 
 class ModelRunner:
     """Runs scheduled batches on a decoder. Holds no queue and no sequence."""
 
     def __init__(
-        self, decoder: Decoder, builder: BatchBuilder, pool: torch.Tensor, failpoints: Failpoints
+        self,
+        decoder: Decoder,
+        builder: BatchBuilder,
+        failpoints: Failpoints,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._builder = builder
-        self._pool = pool
+        self._graphs = graphs
+        self._pool = builder.pool
         self._failpoints = failpoints
         # Called with request id, position of the first row and float32 [rows, vocab] of logits of
         # prompt tokens, before they are cut down to what was asked for. `mlora verify` compares.
         self.on_prompt_logits: Callable[[int, int, torch.Tensor], None] | None = None
 
-    def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
-        """One result per row, in order."""
+    def launch(self, batch: ScheduledBatch) -> StepFlight:
+        """Hand the step to the device."""
         if batch.copies:
             sources, targets = zip(*batch.copies, strict=True)
             device = self._pool.device
             self._pool[torch.tensor(targets, device=device)] = self._pool[
                 torch.tensor(sources, device=device)
             ]
-        results: dict[int, RowResult] = {}
-        sound = []
+        flight = StepFlight(len(batch.rows))
+        sound: list[tuple[int, int, ScheduledRow]] = []
+        place = 0
         for index, row in enumerate(batch.rows):
             try:
                 self._failpoints.hit("row", row.sequence.request_id)
-                sound.append((index, row))
+                sound.append((index, place, row))
             except Exception as error:
-                results[index] = RowResult(error=_describe(error))
-        self._run_isolated(sound, results)
-        return tuple(results[index] for index in range(len(batch.rows)))
+                flight.errors[index] = _describe(error)
+            place += len(row.samples)
+        self._run_isolated(sound, flight)
+        flight.close(fence_of(self._pool.device))
+        return flight
 
-    def fence(self) -> Fence:
-        """The point behind everything that `run` has launched so far."""
-        return fence_of(self._pool.device)
-
-    def _run_isolated(
-        self, rows: list[tuple[int, ScheduledRow]], results: dict[int, RowResult]
-    ) -> None:
+    def _run_isolated(self, rows: list[tuple[int, int, ScheduledRow]], flight: StepFlight) -> None:
         if not rows:
             return
         try:
-            outcome = self._run_rows([row for _, row in rows])
+            flight.passes.append(self._run_rows(rows))
+            return
         except Exception as error:
             _log.exception("a step of %d rows failed", len(rows))
             self._check_device()
             if len(rows) == 1:
-                results[rows[0][0]] = RowResult(error=_describe(error))
+                flight.errors[rows[0][0]] = _describe(error)
                 return
-        else:
-            results.update(zip((index for index, _ in rows), outcome, strict=True))
-            return
         middle = len(rows) // 2
-        self._run_isolated(rows[:middle], results)
-        self._run_isolated(rows[middle:], results)
+        self._run_isolated(rows[:middle], flight)
+        self._run_isolated(rows[middle:], flight)
 
     def _check_device(self) -> None:
         """After a fault on the device itself nothing works any more: let the process end."""
@@ -106,47 +164,65 @@ class ModelRunner:
             torch.cuda.synchronize(self._pool.device)
 
     @torch.inference_mode()
-    def _run_rows(self, rows: Rows[ScheduledRow]) -> list[RowResult]:
+    def _run_rows(self, placed: list[tuple[int, int, ScheduledRow]]) -> _Pass:
+        rows = [row for _, _, row in placed]
         for row in rows:
             self._failpoints.hit("forward", row.sequence.request_id)
-        step = self._builder.build(rows)
-        hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
-        draws = [
-            _Draw(index, sequence, int(step.last_rows[index]))
-            for index, row in enumerate(rows)
-            for sequence in row.samples
-        ]
-        sampled: list[list[Sampled]] = [[] for _ in rows]
-        for draw, token in zip(draws, self._sample(hidden, draws), strict=True):
-            sampled[draw.row].append(token)
-        return [
-            RowResult(tuple(sampled[index]), self._prompt_logprobs(row, hidden, step, index))
-            for index, row in enumerate(rows)
-        ]
+        graphs = self._graphs
+        prompts: dict[int, _PromptLogprobs] = {}
+        if graphs is not None and graphs.holds(rows):
+            every = graphs.run(rows)
+            draws = _draws(placed, range(len(rows)))
+            wanted = [draw.token_row for draw in draws]
+            whole = len(wanted) == len(rows) and wanted == list(range(len(rows)))
+            logits = every if whole else every[self._on_device(wanted)]
+        else:
+            step = self._builder.build(rows)
+            hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
+            draws = _draws(placed, step.last_rows.tolist())
+            logits = self._logits(hidden, [draw.token_row for draw in draws])
+            for (index, _, row), last in zip(placed, step.last_rows.tolist(), strict=True):
+                if row.sequence.wants_prompt_logprobs:
+                    prompts[index] = self._prompt_logprobs(row, hidden, last)
+        tokens, logprobs = self._sample(logits, draws) if draws else (None, None)
+        return _Pass([index for index, _, _ in placed], draws, tokens, logprobs, prompts)
 
-    def _sample(self, hidden: torch.Tensor, draws: list[_Draw]) -> list[Sampled]:
-        if not draws:
-            return []
-        index = torch.tensor([draw.token_row for draw in draws], device=hidden.device)
-        logits = self._decoder.logits(hidden[index])
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        return self._decoder.logits(hidden[self._on_device(rows)])
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        """int64, without waiting for what runs there."""
+        tensor = torch.tensor(values, dtype=torch.int64, pin_memory=self._pool.is_cuda)
+        return tensor.to(self._pool.device, non_blocking=True)
+
+    def _sample(
+        self, logits: torch.Tensor, draws: list[_Draw]
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """Leave the tokens among `sampled`, and send them to the host."""
         for position, draw in enumerate(draws):
             if self._failpoints.hit("logits", draw.sequence.request_id) == "nan":
                 logits[position] = torch.nan
+        sampled = self._builder.sampled
         rows = [_sampling_row(draw.sequence) for draw in draws]
-        batch = SamplingBatch.build(rows, logits.shape[1], logits.device)
-        return _sampled(sample(logits, batch), draws)
+        batch = SamplingBatch.build(rows, logits.shape[1], logits.device, sampled)
+        output = sample(logits, batch)
+        first, last = draws[0].place, draws[-1].place
+        if last - first == len(draws) - 1:
+            sampled[first : last + 1] = output.token_ids
+        else:
+            sampled[self._on_device([draw.place for draw in draws])] = output.token_ids
+        tokens = output.token_ids.masked_fill(~output.finite, -1)
+        return _to_host(tokens), _logprobs_to_host(output.logprobs)
 
     def _prompt_logprobs(
-        self, row: ScheduledRow, hidden: torch.Tensor, step: StepTensors, index: int
-    ) -> tuple[TokenLogprobs, ...]:
-        """Of the prompt tokens that follow this row's tokens."""
+        self, row: ScheduledRow, hidden: torch.Tensor, last: int
+    ) -> _PromptLogprobs:
+        """Of the prompt tokens that follow this row's tokens; `last` is its last token row."""
         sequence = row.sequence
-        wanted = sequence.params.prompt_logprobs
-        if wanted is None or not sequence.wants_prompt_logprobs:
-            return ()
+        wanted = sequence.params.prompt_logprobs or 0
         count = min(row.start + row.length, sequence.prompt_len - 1) - row.start
-        first = int(step.last_rows[index]) - row.length + 1
-        found: list[TokenLogprobs] = []
+        first = last - row.length + 1
+        found = _PromptLogprobs(wanted)
         for offset in range(0, max(count, 0), _PROMPT_ROWS):
             size = min(_PROMPT_ROWS, count - offset)
             logits = self._decoder.logits(hidden[first + offset : first + offset + size])
@@ -154,9 +230,31 @@ class ModelRunner:
                 self.on_prompt_logits(sequence.request_id, row.start + offset, logits)
             start = row.start + offset + 1
             targets = sequence.tokens[start : start + size].tolist()
-            ids = torch.tensor(targets, device=hidden.device)
-            found += _logprob_rows(targets, token_logprobs(logits, ids, wanted), [wanted] * size)
-        return tuple(found)
+            logprobs = token_logprobs(logits, self._on_device(targets), wanted)
+            sent = _logprobs_to_host(logprobs)
+            assert sent is not None
+            found.slices.append((targets, sent))
+        return found
+
+
+def _draws(placed: list[tuple[int, int, ScheduledRow]], last_rows: Rows[int]) -> list[_Draw]:
+    """Everything that takes a token in this pass; `last_rows` is each row's last token row."""
+    return [
+        _Draw(index, place + offset, sequence, last)
+        for (index, place, row), last in zip(placed, last_rows, strict=True)
+        for offset, sequence in enumerate(row.samples)
+    ]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned copy that is complete once a fence behind it was passed."""
+    return tensor.to("cpu", non_blocking=True)
+
+
+def _logprobs_to_host(logprobs: Logprobs | None) -> Logprobs | None:
+    if logprobs is None:
+        return None
+    return Logprobs(_to_host(logprobs.chosen), _to_host(logprobs.top_ids), _to_host(logprobs.top))
 
 
 def _describe(error: Exception) -> str:
@@ -164,23 +262,34 @@ def _describe(error: Exception) -> str:
 
 
 def _sampling_row(sequence: Sequence) -> SamplingRow:
-    """The prompt is handed over only where a penalty reads it."""
-    penalised = sequence.params.repetition_penalty != 1.0
-    prompt = sequence.tokens[: sequence.prompt_len] if penalised else ()
-    output = np.frombuffer(sequence.tokens[sequence.prompt_len :], dtype=np.int32)
-    return SamplingRow(sequence.params, prompt, output)
+    """What was said is handed over only where a penalty reads it."""
+    params = sequence.params
+    if (
+        params.repetition_penalty == 1.0
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+    ):
+        return SamplingRow(params, (), (), sequence.num_outputs)
+    return SamplingRow(
+        params,
+        sequence.tokens[: sequence.prompt_len],
+        np.frombuffer(sequence.tokens[sequence.prompt_len :], dtype=np.int32),
+        sequence.num_outputs,
+        sequence.pending_at if sequence.num_pending else -1,
+    )
 
 
-def _sampled(output: SampleOutput, draws: list[_Draw]) -> list[Sampled]:
-    token_ids: list[int] = output.token_ids.tolist()
-    finite: list[bool] = output.finite.tolist()
-    if output.logprobs is None:
-        return [Sampled(token, ok) for token, ok in zip(token_ids, finite, strict=True)]
-    wanted = [draw.sequence.params.logprobs for draw in draws]
-    rows = _logprob_rows(token_ids, output.logprobs, [count or 0 for count in wanted])
+def _sampled(done: _Pass) -> list[Sampled]:
+    if done.tokens is None:
+        return []
+    token_ids: list[int] = done.tokens.tolist()
+    if done.logprobs is None:
+        return [Sampled(max(token, 0), token >= 0) for token in token_ids]
+    wanted = [draw.sequence.params.logprobs for draw in done.draws]
+    rows = _logprob_rows(token_ids, done.logprobs, [count or 0 for count in wanted])
     return [
-        Sampled(token, ok, None if count is None else row)
-        for token, ok, count, row in zip(token_ids, finite, wanted, rows, strict=True)
+        Sampled(max(token, 0), token >= 0, None if count is None else row)
+        for token, count, row in zip(token_ids, wanted, rows, strict=True)
     ]
 
 

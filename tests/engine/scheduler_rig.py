@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -22,15 +23,16 @@ VOCAB = 50
 
 
 @dataclass
-class LateFence:
-    """A step that ends after it was asked for some times."""
+class Landed:
+    """A step whose results are known; `see` is called when the engine asks for them."""
 
-    left: int
+    outcome: tuple[RowResult, ...]
+    see: Callable[[], None]
 
-    def done(self) -> bool:
-        """Whether it was asked often enough."""
-        self.left -= 1
-        return self.left < 0
+    def results(self) -> tuple[RowResult, ...]:
+        """As computed."""
+        self.see()
+        return self.outcome
 
 
 class PageModel:
@@ -45,6 +47,9 @@ class PageModel:
         self.prompt_tokens: Counter[int] = Counter()
         self.batches: list[ScheduledBatch] = []
         self.distinct: list[int] = []  # adapters of each batch
+        self.pending: dict[int, list[int]] = {}  # by sequence: tokens that the engine has not seen
+        self.failed: set[int] = set()  # sequences with a fault
+        self.ahead = 0  # steps launched before the tokens they go on from were seen
 
     def forget(self, pages: Items[int]) -> None:
         """Pages that were given back."""
@@ -52,7 +57,7 @@ class PageModel:
             for offset in range(16):
                 self.content.pop(page * 16 + offset, None)
 
-    def run(self, batch: ScheduledBatch) -> tuple[RowResult, ...]:
+    def launch(self, batch: ScheduledBatch) -> Landed:
         """Check the decision, then write and sample."""
         self.batches.append(batch)
         self.distinct.append(batch.num_adapters)
@@ -67,11 +72,21 @@ class PageModel:
                 if source * 16 + offset in self.content:
                     self.content[target * 16 + offset] = self.content[source * 16 + offset]
         self._check_writes(batch)
-        return tuple(self._row(row) for row in batch.rows)
+        self.ahead += any(row.sequence.num_pending for row in batch.rows)
+        outcome = tuple(self._row(row) for row in batch.rows)
+        sampled = [
+            (sequence.seq_id, result.sampled[index].token_id if result.sampled else 0)
+            for row, result in zip(batch.rows, outcome, strict=True)
+            for index, sequence in enumerate(row.samples)
+        ]
+        for seq_id, token in sampled:
+            self.pending.setdefault(seq_id, []).append(token)
+        return Landed(outcome, lambda: self._seen([seq_id for seq_id, _ in sampled]))
 
-    def fence(self) -> LateFence:
-        """Steps end one or two turns late, as on a device."""
-        return LateFence(self.choose.randrange(3))
+    def _seen(self, seq_ids: list[int]) -> None:
+        """The engine has the oldest pending token of each."""
+        for seq_id in seq_ids:
+            self.pending[seq_id].pop(0)
 
     def _check_adapter_budget(self, batch: ScheduledBatch) -> None:
         """Pages of the step's distinct adapters; one alone may have more."""
@@ -96,10 +111,13 @@ class PageModel:
         else:
             assert sequence.slot == 0
         chain = self._chain(sequence, row.start + row.length)
-        for position in range(row.start):
+        # One step ahead a row may follow one that failed; what it gives is dropped.
+        checked = 0 if sequence.seq_id in self.failed else row.start
+        for position in range(checked):
             place = row.pages[position // 16] * 16 + position % 16
             assert self.content.get(place) == chain[position], "KV of something else"
         if self.choose.random() < self.faults:
+            self.failed.add(sequence.seq_id)
             return RowResult(error="fault")
         for position in range(row.start, row.start + row.length):
             self.content[row.pages[position // 16] * 16 + position % 16] = chain[position]
@@ -109,7 +127,9 @@ class PageModel:
 
     def _chain(self, sequence: Sequence, length: int) -> list[int]:
         chain, state = [], hash((sequence.root, sequence.owner))
-        for token in sequence.tokens[:length]:
+        tokens = [*sequence.tokens, *self.pending.get(sequence.seq_id, ())]
+        assert sequence.num_pending == len(tokens) - len(sequence.tokens)
+        for token in tokens[:length]:
             state = hash((state, token))
             chain.append(state)
         return chain
@@ -143,6 +163,7 @@ class Rig:
     max_adapters: int = 3
     max_adapter_pages: int | None = None
     fair_by: FairBy = "tenant"
+    steps_ahead: int = 0
 
     def __post_init__(self) -> None:
         books = self.books
@@ -178,6 +199,7 @@ class Rig:
                 ready=Ready("", "", 0, 0, 0, {}, {}),
                 failpoints=Failpoints(),
                 now=lambda: books.now,
+                steps_ahead=self.steps_ahead,
             )
         )
         self.ends: dict[tuple[int, int], Delta] = {}
@@ -188,8 +210,8 @@ class Rig:
 
         def spy(sequence: Sequence) -> None:
             last = self.preempted_at.get(sequence.seq_id, -1)
-            assert len(sequence.tokens) > last, "preempted twice without a token between"
-            self.preempted_at[sequence.seq_id] = len(sequence.tokens)
+            assert sequence.length > last, "preempted twice without a token between"
+            self.preempted_at[sequence.seq_id] = sequence.length
             preempt(sequence)
 
         self.scheduler._preempt = spy  # type: ignore[method-assign]

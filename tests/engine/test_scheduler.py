@@ -11,8 +11,9 @@ from tests.engine.scheduler_rig import VERSIONS, VOCAB, Rig
 
 def _walk(steps: int, seed: int) -> Counter[str]:
     """Random traffic from start to rest; how often what was seen."""
-    budget = 8 if seed % 2 else None
-    rig = Rig(seed, Books(num_pages=36, num_slots=4), max_adapter_pages=budget)
+    budget, steps_ahead = (8 if seed % 2 else None), seed // 2 % 2
+    books = Books(num_pages=36, num_slots=4)
+    rig = Rig(seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead)
     rig.books.copier.instant = False
     choose = rig.random
     rig.model.faults = choose.choice((0.0, 0.01))
@@ -41,6 +42,7 @@ def _walk(steps: int, seed: int) -> Counter[str]:
     rig.finish()
     seen = Counter({name: int(value) for name, value in rig.engine.snapshot().counters.items()})
     seen.update(delta.finish_reason for delta in rig.ends.values())
+    seen["steps_ahead"] = rig.model.ahead
     seen["copies"] = sum(len(batch.copies) for batch in rig.model.batches)
     return seen
 
@@ -50,7 +52,7 @@ def test_random_traffic() -> None:
     for seed in range(5):
         seen += _walk(300, seed)
     for event in ("preemptions", "copies", "cached_tokens", "adapter_evictions", "adapter_loads",
-                  "prefix_evictions", "stop", "length", "abort", "error"):  # fmt: skip
+                  "prefix_evictions", "steps_ahead", "stop", "length", "abort", "error"):  # fmt: skip
         assert seen[event] > 5, f"the walk hardly meets {event}: {seen}"
 
 
