@@ -8,7 +8,8 @@ here, the page pool, the adapter table, and the work lists that `Segments.build`
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,16 +24,34 @@ from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.staging import Staging
 
 Progress = Callable[[int, int], None]
+Record = Callable[[Callable[[], torch.Tensor]], "tuple[Captured, torch.Tensor]"]
 
 _FIELDS = 5  # tokens, places, positions, slot mapping, sequence lengths
 RANKS = (16, 64)
 """Ranks that launches are sized for, as far as the engine's highest rank asks for them."""
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # float32 [rows, vocab], overwritten by every replay
+class Captured(Protocol):
+    """A recorded piece of work."""
+
+    def replay(self) -> None:
+        """Launch it again, on the current stream."""
+        ...
+
+
+class _Memory:
+    """What graphs allocate from: one pool for all, since steps do not overlap."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Captured, torch.Tensor]:
+        """Capture `work`; its result is overwritten by every replay."""
+        graph = torch.cuda.CUDAGraph()
+        # Loader threads may use the device meanwhile: only this thread's calls are watched.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result
 
 
 class DecodeGraphs:
@@ -51,8 +70,8 @@ class DecodeGraphs:
         self._row_counts = sorted(row_counts)
         self._max_context = max_context
         self._ranks = _ranks(max_rank)
-        self._memory = torch.cuda.graph_pool_handle()  # one for all: steps do not overlap
-        self._graphs: dict[tuple[int, int], _Captured] = {}  # by rows and rank, 0 without adapters
+        # By rows and rank, 0 without adapters: the graph and the logits that it leaves.
+        self._graphs: dict[tuple[int, int], tuple[Captured, torch.Tensor]] = {}
         device = builder.pool.device
         most = self._row_counts[-1]
         # Kernels are compiled for pointers at multiples of 16 bytes, so every field begins at one.
@@ -76,38 +95,37 @@ class DecodeGraphs:
             and not any(row.sequence.wants_prompt_logprobs for row in rows)
         )
 
-    @torch.inference_mode()
     def capture(self, progress: Progress) -> None:
-        """Capture every step, the largest first, so that smaller ones reuse its memory."""
+        """Capture every step; `progress` is told how many are done, and of how many."""
         device = self._builder.pool.device
-        keys = [(rows, rank) for rows in reversed(self._row_counts) for rank in self._ranks]
         for rank in self._ranks:  # what an eager step allocates is the workspace's, not the graphs'
             self._warm_up(self._row_counts[-1], rank)
         free_before = torch.cuda.mem_get_info(device)[0]
-        for index, key in enumerate(keys):
-            progress(index, len(keys))
-            self._graphs[key] = self._capture(*key)
-        progress(len(keys), len(keys))
-        self._builder.segments.build(np.zeros(1, dtype=np.int32))
+        self.record_all(_Memory().record, progress)
         torch.cuda.synchronize(device)
         self.nbytes = free_before - torch.cuda.mem_get_info(device)[0]
 
+    @torch.inference_mode()
+    def record_all(self, record: Record, progress: Progress) -> None:
+        """Record every step, the largest first, so that smaller ones reuse its memory."""
+        keys = [(rows, rank) for rows in reversed(self._row_counts) for rank in self._ranks]
+        for index, (rows, rank) in enumerate(keys):
+            progress(index, len(keys))
+            self._warm_up(rows, rank)
+            step = partial(self._run, rows, with_adapters=rank > 0)
+            self._graphs[rows, rank] = record(step)
+        progress(len(keys), len(keys))
+        self._builder.segments.build(np.zeros(1, dtype=np.int32))
+
+    @torch.inference_mode()
     def _warm_up(self, rows: int, rank: int) -> None:
-        """Run the step as it will be captured; kernels are compiled here, a capture must not."""
+        """Run the step as it will be captured: kernels are compiled here, a capture must not."""
         segments = self._builder.segments
         if rank:
             segments.prepare_capture(self._builder.table, rows, rank)
         else:
             segments.build(np.zeros(rows, dtype=np.int32))
         self._run(rows, with_adapters=rank > 0)
-
-    def _capture(self, rows: int, rank: int) -> _Captured:
-        self._warm_up(rows, rank)
-        graph = torch.cuda.CUDAGraph()
-        # Loader threads may use the device meanwhile: only this thread's calls are watched.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            logits = self._run(rows, with_adapters=rank > 0)
-        return _Captured(graph, logits)
 
     def _run(self, rows: int, *, with_adapters: bool) -> torch.Tensor:
         """One step on the fixed inputs, as it is launched eagerly: logits float32 [rows, vocab]."""
@@ -143,9 +161,9 @@ class DecodeGraphs:
             segments.build(slots)
             rank = self._rank_for(self._builder.table.highest_rank(segments.seg_slots))
         self._fill(rows)
-        captured = self._graphs[padded, rank]
-        captured.graph.replay()
-        return captured.logits[:count]
+        graph, logits = self._graphs[padded, rank]
+        graph.replay()
+        return logits[:count]
 
     def _fill(self, rows: Sequence[ScheduledRow]) -> None:
         """The step's inputs, in stream order behind the step before."""
