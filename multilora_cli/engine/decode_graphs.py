@@ -145,6 +145,7 @@ class DecodeGraphs:
             attention=attention,
             table=builder.table if with_adapters else None,
             segments=builder.segments if with_adapters else None,
+            kv_dtype=builder.kv_dtype,
         )
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)

@@ -52,7 +52,8 @@ def test_random_traffic() -> None:
     for seed in range(5):
         seen += _walk(300, seed)
     for event in ("preemptions", "copies", "cached_tokens", "adapter_evictions", "adapter_loads",
-                  "prefix_evictions", "steps_ahead", "stop", "length", "abort", "error"):  # fmt: skip
+                  "prefix_evictions", "steps_ahead", "stop", "length", "abort",
+                  "error"):  # fmt: skip
         assert seen[event] > 5, f"the walk hardly meets {event}: {seen}"
 
 
