@@ -87,6 +87,15 @@ def make_program(preset: Preset, workload: Workload, room: Room) -> Program:
     return replace(program, arms=tuple(fit(arm, room) for arm in program.arms))
 
 
+def only(program: Program, labels: Sequence[str]) -> Program:
+    """The program with the arms of these labels, in their order. Raises BadInput."""
+    known = {arm.label: arm for arm in program.arms}
+    unknown = [label for label in labels if label not in known]
+    if unknown:
+        raise BadInput(f"--compare {','.join(unknown)}: expected some of {', '.join(known)}")
+    return replace(program, arms=tuple(known[label] for label in dict.fromkeys(labels)))
+
+
 def trace_program(calls: Sequence[Call], names: Sequence[str], workload: Workload) -> Program:
     """A recorded load again, at its own times and lengths, and the same on the base alone.
 

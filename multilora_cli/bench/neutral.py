@@ -30,12 +30,14 @@ class Setting:
     is_tight: bool = False  # one small pool for adapters and KV together
 
 
-def make_settings(names: Sequence[str], count: int = ADAPTERS) -> tuple[Setting, ...]:
+def make_settings(
+    names: Sequence[str], count: int = ADAPTERS, *, flag: str = "--settings"
+) -> tuple[Setting, ...]:
     """Settings by name, with `count` adapters where they are distinct. Raises BadInput."""
     known = {setting.name: setting for setting in _all_settings(count)}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise BadInput(f"--settings {','.join(unknown)}: expected some of {','.join(known)}")
+        raise BadInput(f"{flag} {','.join(unknown)}: expected some of {','.join(known)}")
     return tuple(known[name] for name in dict.fromkeys(names))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from multilora_cli.cli.bench_dummy import dummy
 from multilora_cli.cli.bench_offline import offline
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption
@@ -30,6 +31,7 @@ class _DefaultRun(TyperGroup):
 
 app = typer.Typer(cls=_DefaultRun, no_args_is_help=False)
 app.command("offline")(offline)
+app.command("dummy")(dummy)
 
 
 @app.callback()
@@ -52,6 +54,9 @@ def run(
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Replay a recorded load: JSON lines, as of plan --trace.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Only these loads of the preset: base,distinct.")
     ] = None,
     requests: Annotated[int | None, typer.Option(help="Requests of each load.", min=1)] = None,
     rate: Annotated[
@@ -118,6 +123,7 @@ def run(
         url=url,
         preset=pick_preset(preset, heterogeneous, trace),
         trace=trace,
+        compare=compare,
         requests=requests,
         rate=parse_rate(rate),
         cv=cv,

@@ -21,6 +21,7 @@ class BenchOptions:
     url: str | None
     preset: "Preset"
     trace: Path | None
+    compare: str | None
     requests: int | None
     rate: float | None
     cv: float
@@ -213,6 +214,13 @@ def _twins(first: "Side", fleet: "Fleet") -> "tuple[Adapter, ...]":
 
 
 def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
+    from multilora_cli.bench.arms import only
+
+    program = _whole_program(options, sides)
+    return program if options.compare is None else only(program, options.compare.split(","))
+
+
+def _whole_program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
     from dataclasses import replace
 
     from multilora_cli.bench.arms import Room, Workload, fit, make_program, trace_program

@@ -61,7 +61,7 @@ def prepare(
     roots = _roots(loaded, adapters)
     registry = _registry(loaded, folder, geometry, roots, open_store(loaded, adapters))
     failures = _register(registry, adapters, report)
-    digest = base_digest(folder)
+    digest = base_digest(folder, loaded.fleet.base.load_format)
     engine = engine_config(loaded, folder, len(adapters), digest)
     if debug:
         engine = msgspec.structs.replace(engine, debug=True)
@@ -187,6 +187,7 @@ def engine_config(
         dtype=fleet.base.dtype,
         quantization=fleet.base.quantization,
         kv_cache_dtype=fleet.base.kv_cache_dtype,
+        load_format=fleet.base.load_format,
         max_model_len=fleet.base.max_model_len,
         max_num_seqs=fleet.limits.max_num_seqs,
         max_num_batched_tokens=max(fleet.limits.max_num_batched_tokens, fleet.limits.max_num_seqs),

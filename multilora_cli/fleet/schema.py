@@ -87,6 +87,9 @@ class Base(_Part):
         None, ge=16, le=2**22, description="tokens a request may have"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights in the shape of config.json, for speed tests"
+    )
 
     @property
     def served_name(self) -> str:

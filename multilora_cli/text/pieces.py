@@ -12,8 +12,8 @@ from multilora_cli.errors import ModelError
 _METASPACE = "▁"
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: character -> byte."""
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins of byte-level tokenizers: character -> byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -21,7 +21,7 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_ALPHABET = _byte_alphabet()
+_ALPHABET = byte_alphabet()
 
 
 class PieceTable:

@@ -1,0 +1,83 @@
+"""A fleet of random weights, so that a server can be measured without any download.
+
+A folder with the shape of a base, a tokenizer with as many tokens as the base has, and a fleet
+file whose adapters are `dummy:` ones. Any id gives text, as a real model's do.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+from multilora_cli.bench.geometries import config_folder
+from multilora_cli.bench.neutral import Setting
+from multilora_cli.text.pieces import byte_alphabet
+
+_END = "<|end|>"
+_SYLLABLES = "aeiou", "bdfgklmnprstvz"
+_BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+_CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def write_fleet(folder: Path, model: str, quantization: str, setting: Setting) -> Path:
+    """Write base, tokenizer and fleet file below `folder`; gives the fleet file. BadInput."""
+    base = config_folder(model, quantization, folder)
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    base = folder / "base"
+    base.mkdir(parents=True, exist_ok=True)
+    _write(base / "config.json", config)
+    _write(base / "tokenizer.json", tokenizer(int(config["vocab_size"])))
+    _write(base / "tokenizer_config.json", {"eos_token": _END, "chat_template": _CHAT})
+    adapters = [
+        {"name": f"{setting.name}-{index}", "source": source, "pin": "hot"}
+        for index, source in enumerate(setting.sources)
+    ]
+    fleet = {
+        "base": {
+            "model": "./base",
+            "name": Path(model).name,
+            "load_format": "dummy",
+            "quantization": "auto" if quantization == "awq" else quantization,
+            "max_model_len": 2048,
+        },
+        "adapters": adapters,
+    }
+    path = folder / "fleet.yaml"
+    path.write_text(json.dumps(fleet, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
+    return path
+
+
+def tokenizer(vocab_size: int) -> dict[str, Any]:
+    """A byte-level tokenizer.json: 256 bytes, then words that no merge makes, then an end."""
+    words = _words()
+    tokens = [*byte_alphabet(), *(next(words) for _ in range(vocab_size - 257)), _END]
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": vocab_size - 1, "content": _END, "special": True, "single_word": False,
+                "lstrip": False, "rstrip": False, "normalized": False,
+            }
+        ],
+        "pre_tokenizer": {"type": "ByteLevel", **_BYTE_LEVEL},
+        "decoder": {"type": "ByteLevel", **_BYTE_LEVEL},
+        "model": {
+            "type": "BPE",
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": [],
+        },
+    }  # fmt: skip
+
+
+def _words() -> Iterator[str]:
+    """` ba`, ` be` ... ` baba` ...: as long as common words, a space before each."""
+    vowels, consonants = _SYLLABLES
+    syllables = [c + v for c, v in product(consonants, vowels)]
+    for length in count(1):
+        for parts in product(syllables, repeat=length):
+            yield "\u0120" + "".join(parts)
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value) + "\n", encoding="utf-8")

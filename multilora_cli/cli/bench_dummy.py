@@ -1,0 +1,47 @@
+"""`mlora bench dummy`: a fleet of random weights to measure a server with."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from multilora_cli.cli.console import Console
+from multilora_cli.cli.options import JsonOption, QuietOption
+
+
+def dummy(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
+    model: Annotated[
+        str, typer.Option(help="A shape by name, or a folder with a config.json.")
+    ] = "llama-3-8b",
+    setting: Annotated[
+        str, typer.Option(help="The adapters: base (none), one, distinct, mixed or pool.")
+    ] = "distinct",
+    adapters: Annotated[
+        int, typer.Option(help="How many, where they are distinct.", min=1, max=4096)
+    ] = 64,
+    quantization: Annotated[str, typer.Option(help="Of the base: none, fp8 or awq.")] = "none",
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Write a fleet file whose base and adapters are random weights, made when it is served.
+
+    The settings are those of mlora bench --offline, so that the same engine can be measured with
+    HTTP and without.
+
+    Example: mlora bench dummy /tmp/speed && mlora bench /tmp/speed/fleet.yaml
+    """
+    from multilora_cli.bench.dummy_fleet import write_fleet
+    from multilora_cli.bench.neutral import make_settings
+    from multilora_cli.errors import BadInput
+
+    console = Console(as_json=as_json, quiet=quiet)
+    if quantization not in ("none", "fp8", "awq"):
+        raise BadInput(f"--quantization {quantization}: expected none, fp8 or awq")
+    [chosen] = make_settings((setting,), adapters, flag="--setting")
+    try:
+        path = write_fleet(folder, model, quantization, chosen)
+    except OSError as error:
+        raise BadInput(f"{folder}: {error.strerror or error}") from None
+    console.line(str(path) if quiet else f"written: serve it with mlora serve {path}")
+    console.value({"fleet": str(path)})

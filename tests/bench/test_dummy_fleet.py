@@ -1,0 +1,78 @@
+"""Fleets of random weights: served like any other, and every id gives text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from multilora_cli.bench.arms import Arm, Program, only
+from multilora_cli.bench.dummy_fleet import tokenizer
+from multilora_cli.cli.app import app
+from multilora_cli.cli.plan import plan_request
+from multilora_cli.errors import BadInput
+from multilora_cli.fleet.load import load_fleet
+from multilora_cli.text.tokenizer import Tokenizer
+from tests.e2e.serving import start
+
+
+def make(folder: Path, *arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", "dummy", str(folder), *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_dummy_fleet_is_planned_like_any_other(tmp_path: Path) -> None:
+    """64 adapters of rank 16 on all seven projections of an 8B: 41,943,040 numbers each."""
+    make(tmp_path, "--model", "llama-3-8b")
+    request = plan_request(tmp_path / "fleet.yaml", (), None, "rank=16,targets=all,count=64")
+    assert request.geometry.vocab_size == 128256 and request.fleet.base.load_format == "dummy"
+    assert request.cost(request.adapters[0].ranks).parameters == 41_943_040
+    loaded = load_fleet(tmp_path / "fleet.yaml").fleet
+    assert len(loaded.adapters) == 64 and loaded.base.quantization == "none"
+
+
+def test_a_dummy_awq_base_says_so_in_its_config(tmp_path: Path) -> None:
+    make(tmp_path, "--model", "tiny", "--quantization", "awq", "--adapters", "2")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "awq"
+    assert load_fleet(tmp_path / "fleet.yaml").fleet.base.quantization == "auto"
+
+
+def test_it_is_served_and_measured(tmp_path: Path) -> None:
+    make(tmp_path, "--model", "tiny", "--adapters", "3", "--quantization", "fp8")
+    server = start(tmp_path / "fleet.yaml", log=tmp_path / "server.log")
+    try:
+        result = CliRunner().invoke(
+            app,
+            ["bench", "--url", server.url, "--compare", "distinct,base", "--requests", "6",
+             "--lengths", "8:12", "--rounds", "1", "--json"],
+        )  # fmt: skip
+        value = json.loads(result.stdout)
+        assert [arm["label"] for arm in value["arms"]] == ["distinct", "base"]
+        assert [arm["measures"]["completed"] for arm in value["arms"]] == [6, 6]
+        assert {arm["measures"]["output_tokens"] for arm in value["arms"]} == {72}
+    finally:
+        server.stop()
+
+
+def test_every_id_of_a_dummy_vocabulary_has_text() -> None:
+    text = Tokenizer(json.dumps(tokenizer(2000)))
+    assert text.vocab_size == 2000
+    pieces = [text.pieces.piece(token_id) for token_id in range(2000)]
+    assert all(pieces[:-1]) and pieces[-1] == b""  # the end is special
+    assert len(set(pieces)) == 2000
+    assert text.decode(text.encode("any text: \u00e9")) == "any text: \u00e9"
+
+
+def test_wrong_settings_are_named(tmp_path: Path) -> None:
+    assert "--setting nobody" in make(tmp_path, "--setting", "nobody", code=2).output
+    assert "--quantization int3" in make(tmp_path, "--quantization", "int3", code=2).output
+
+
+def test_only_some_arms_in_the_order_asked_for() -> None:
+    program = Program("smoke", tuple(Arm(label, (), None) for label in "abc"), 1)
+    assert [arm.label for arm in only(program, ["c", "a", "c"]).arms] == ["c", "a"]
+    with pytest.raises(BadInput, match="--compare d: expected some of a, b, c"):
+        only(program, ["a", "d"])
