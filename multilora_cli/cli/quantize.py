@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from multilora_cli.cli.base import Report
     from multilora_cli.engine.quantize import Quantised
 
-_PHASES = {"weights": "reading weights", "model": "fetching the model", "text": "measuring"}
+_PHASES = {
+    "weights": "reading weights",
+    "model": "fetching the model",
+    "layers": "quantising layers",
+    "text": "measuring",
+}
 
 
 def quantize(
@@ -21,14 +26,18 @@ def quantize(
     ],
     to: Annotated[Literal["fp8", "awq"], typer.Option("--to", help="The storage to write.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The new folder.")],
+    method: Annotated[
+        Literal["auto-round", "autoawq"], typer.Option(help="awq: the library that rounds.")
+    ] = "auto-round",
     calibration: Annotated[
-        Path | None, typer.Option(help="awq: a text or JSON-lines file to calibrate on.")
+        Path | None,
+        typer.Option(help="awq: a text or JSON-lines file to calibrate on; else one of ours."),
     ] = None,
     group_size: Annotated[
         int | None, typer.Option(help="awq: inputs that share a scale: 128, 64 or 32.")
     ] = None,
     iterations: Annotated[
-        int, typer.Option(min=0, help="awq: search steps a layer; 0 is fast and less exact.")
+        int, typer.Option(min=0, help="auto-round: search steps a layer; 0: plain rounding.")
     ] = 20,
     perplexity: Annotated[
         Path | None, typer.Option(help="A text to measure both on, before and after.")
@@ -38,28 +47,33 @@ def quantize(
 ) -> None:
     """Write a quantised copy of a 16-bit base.
 
-    fp8 needs nothing else; awq needs the extra `quantize` (auto-round).
+    fp8 needs nothing else. awq needs the extra `quantize` (auto-round, any device) or, with
+    --method autoawq, the extra `awq` (CUDA only, no longer maintained).
 
     Example: mlora quantize ./llama --to fp8 --output ./llama-fp8
     """
     console = Console(as_json=as_json, quiet=quiet)
     measured: tuple[float, float] | None = None
     _existing("--perplexity", perplexity)
+    _existing("--calibration", calibration)
     with console.progress("quantising") as phases:
 
         def report(phase: str, done: int, total: int) -> None:
             phases.update(_PHASES.get(phase, phase), done, total)
 
-        from multilora_cli.engine.quantize import Calibration, quantise_awq, quantise_fp8
-
         source = _source(model, report)
         tokens = None if perplexity is None else _tokens(source, perplexity)
         if to == "fp8":
+            from multilora_cli.engine.quantize import quantise_fp8
+
             result = quantise_fp8(source, output, report)
         else:
-            _existing("--calibration", calibration)
-            how = Calibration(calibration, group_size, iterations)
-            result = quantise_awq(source, output, how)
+            from multilora_cli.engine.quantize_awq import AwqSettings, quantise_awq
+            from multilora_cli.text.calibration import calibration_windows
+
+            windows = calibration_windows(source, calibration)
+            settings = AwqSettings(windows, method, group_size, iterations)
+            result = quantise_awq(source, output, settings, report)
         if tokens is not None:
             measured = _perplexities(source, output, tokens, report)
     _show(console, result, measured)
@@ -80,13 +94,10 @@ def _existing(option: str, path: Path | None) -> None:
 
 
 def _tokens(source: Path, text: Path) -> list[int]:
-    from multilora_cli.errors import BadInput
+    from multilora_cli.text.calibration import read_text
     from multilora_cli.text.tokenizer import load_tokenizer
 
-    try:
-        return load_tokenizer(source).encode(text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--perplexity: {text}: not readable as UTF-8: {error}") from None
+    return load_tokenizer(source).encode(read_text(text, "--perplexity"))
 
 
 def _perplexities(

@@ -1,11 +1,10 @@
-"""Makes quantised checkpoints: FP8 by ourselves, AWQ with auto-round.
+"""Makes FP8 checkpoints, and what every quantised checkpoint needs: see quantize_awq for AWQ.
 
 FP8 is written in compressed-tensors' format (float-quantized, a scale per output channel, dynamic
 activations), with the numbers that `base.quantization: fp8` gives at load. Other servers and
 transformers read it too.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -33,7 +32,6 @@ from multilora_cli.sizing.quantization import FP8
 _CPU = torch.device("cpu")
 # What a model folder holds beside weights: config, tokenizer, template, licence.
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")
-_GROUPS = (128, 64, 32)
 _SCHEME: dict[str, Any] = {
     "num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None,
     "actorder": None,
@@ -65,52 +63,25 @@ class Quantised:
     output_bytes: int
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """How auto-round searches; its own defaults where None."""
-
-    text: Path | None = None  # a text or JSON-lines file; None: auto-round's, from the Hub
-    group_size: int | None = None  # None: the largest of 128, 64, 32 that divides every input
-    iterations: int = 20  # 0: plain rounding of tuned ranges
-
-
 def quantise_fp8(source: Path, output: Path, report: Report) -> Quantised:
     """Write the 16-bit base in `source` as FP8 to the new folder `output`. Raises MloraError."""
-    geometry = _sixteen_bit(source)
+    geometry = sixteen_bit(source)
     checkpoint = open_checkpoint(source)
     linears = find_linears(source, checkpoint, geometry, replace(FP8, at_load=True))
     check_tensors(source, checkpoint, geometry, linears)
     names = {part["weight"].name for part in linears.parts.values()}
-    with _new_folder(output) as folder:
+    with new_folder(output) as folder:
         with TensorReader(checkpoint, _CPU, report) as reader:
             index = dict(_write_shards(checkpoint, reader, names, folder))
         if (source / INDEX_NAME).exists():
             _write_json(folder / INDEX_NAME, {"metadata": {}, "weight_map": index})
         _write_config(source, folder)
-        _copy_small_files(source, folder)
-        return _finished(checkpoint, geometry, folder, output)
+        copy_small_files(source, folder)
+        return finished(checkpoint, geometry, folder, output)
 
 
-def quantise_awq(source: Path, output: Path, how: Calibration) -> Quantised:
-    """Write the 16-bit base in `source` as AWQ to `output`, by auto-round. Raises MloraError."""
-    geometry = _sixteen_bit(source)
-    group = _group_size(geometry, how.group_size)
-    rounder, models = _extra("auto_round"), _extra("transformers")
-    checkpoint = open_checkpoint(source)
-    with _new_folder(output) as folder:
-        model = models.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-        tokenizer = models.AutoTokenizer.from_pretrained(source)
-        settings: dict[str, Any] = {} if how.text is None else {"dataset": str(how.text)}
-        job = rounder.AutoRound(
-            model, tokenizer, bits=4, group_size=group, sym=False, iters=how.iterations, **settings
-        )
-        job.quantize()
-        job.save_quantized(output_dir=str(folder), format="auto_awq", inplace=True)
-        _copy_small_files(source, folder)
-        return _finished(checkpoint, geometry, folder, output)
-
-
-def _sixteen_bit(source: Path) -> ModelGeometry:
+def sixteen_bit(source: Path) -> ModelGeometry:
+    """The geometry of a base that is not quantised yet. Raises ModelError."""
     geometry = read_geometry(source)
     if geometry.quantization is not None:
         method = geometry.quantization.get("quant_method")
@@ -121,30 +92,12 @@ def _sixteen_bit(source: Path) -> ModelGeometry:
     return geometry
 
 
-def _group_size(geometry: ModelGeometry, asked: int | None) -> int:
-    inputs = sorted({d_in for d_in, _ in geometry.module_shapes.values()})
-    for group in _GROUPS if asked is None else (asked,):
-        if group in _GROUPS and not any(d_in % group for d_in in inputs):
-            return group
-    raise BadInput(
-        f"--group-size: found {asked or 'none that fits'}, expected 128, 64 or 32 that divides"
-        f" every input of this model ({', '.join(map(str, inputs))})"
-    )
-
-
-def _extra(name: str) -> Any:
-    """A module of the extra `quantize`. Raises BadInput where it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise BadInput(
-            f"--to awq needs the extra quantize: {error}", hint="pip install -e '.[quantize]'"
-        ) from None
-
-
 @contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that becomes it at the end, or disappears on failure."""
+def new_folder(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that becomes it at the end, or disappears on failure.
+
+    Raises BadInput where `output` holds something, or cannot be written.
+    """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadInput(f"--output: {output} exists and is not an empty folder")
     partial = output.absolute().parent / f".{output.name}.partial-{os.getpid()}"
@@ -187,7 +140,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
     """Tokenizer, template and the like, unless they are there already."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in _SMALL_SUFFIXES and file.name != INDEX_NAME and file.is_file()
@@ -195,10 +148,13 @@ def _copy_small_files(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _finished(
+def finished(
     checkpoint: Checkpoint, geometry: ModelGeometry, folder: Path, output: Path
 ) -> Quantised:
-    """What was written, read back: every tensor found and checked as when serving."""
+    """What was written, read back: every tensor found and checked as when serving.
+
+    Raises ModelError.
+    """
     written, stored_geometry = open_checkpoint(folder), read_geometry(folder)
     if stored_geometry.module_shapes != geometry.module_shapes:
         raise ModelError(f"{folder}: the quantised model has another shape than its source")

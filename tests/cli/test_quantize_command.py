@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from multilora_cli.cli.app import app
@@ -57,6 +58,7 @@ def test_perplexity_before_and_after(base: Path, tmp_path: Path) -> None:
     importlib.util.find_spec("auto_round") is not None, reason="auto-round is installed"
 )
 def test_awq_without_the_extra(base: Path, tmp_path: Path) -> None:
+    byte_tokenizer(base, tiny.VOCAB + 100)
     arguments = ["quantize", str(base), "--to", "awq", "-o", str(tmp_path / "out")]
     ran = runner.invoke(app, arguments)
     assert ran.exit_code == 2 and not (tmp_path / "out").exists()
@@ -71,6 +73,7 @@ def test_awq_without_the_extra(base: Path, tmp_path: Path) -> None:
     ("arguments", "code", "words"),
     [
         (["--to", "gptq"], 2, "gptq"),
+        (["--to", "awq", "--method", "gptq"], 2, "auto-round"),
         (["--to", "awq", "--calibration", "/nowhere.txt"], 2, "/nowhere.txt is not a file"),
         (["--to", "fp8", "--perplexity", "/nowhere.txt"], 2, "/nowhere.txt is not a file"),
     ],
@@ -85,3 +88,12 @@ def test_wrong_arguments(
 def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     ran = runner.invoke(app, ["quantize", "./nowhere", "--to", "fp8", "-o", str(tmp_path / "out")])
     assert ran.exit_code == 2 and "nowhere" in ran.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
+def test_autoawq_needs_a_cuda_device(base: Path, tmp_path: Path) -> None:
+    byte_tokenizer(base, tiny.VOCAB + 100)
+    arguments = ["quantize", str(base), "--to", "awq", "--method", "autoawq"]
+    ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "out")])
+    assert ran.exit_code == 2 and not (tmp_path / "out").exists()
+    assert "it needs a CUDA device" in ran.stderr and "--method auto-round" in ran.stderr

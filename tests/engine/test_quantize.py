@@ -1,23 +1,20 @@
 """Writing quantised checkpoints: they load as what `base.quantization: fp8` makes at load."""
 
 import json
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from multilora_cli.engine import quantize
-from multilora_cli.engine.quantize import Calibration, quantise_awq, quantise_fp8
+from multilora_cli.engine.quantize import quantise_fp8
 from multilora_cli.errors import BadInput, ModelError
 from multilora_cli.models.loader import load_decoder
 from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.sizing.geometry import read_geometry
 from tests.models import tiny
 from tests.models.harness import PagedRunner, Row, log_probability_gap, random_prompts
-from tests.models.quantized_kit import KINDS, WIDE, edit_config, edit_tensors, requantise
+from tests.models.quantized_kit import WIDE, edit_tensors
 from tests.signature import byte_tokenizer
 
 PROMPT = random_prompts([30], tiny.VOCAB, seed=1)[0]
@@ -117,54 +114,3 @@ def test_an_empty_folder_may_be_the_output(source: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     quantise_fp8(source, tmp_path / "empty", silent)
     assert (tmp_path / "empty" / "config.json").exists()
-
-
-def test_awq_without_its_extra_is_one_line(source: Path, tmp_path: Path) -> None:
-    """Named, with the command that installs it; nothing is written."""
-    with pytest.raises(BadInput, match="--to awq needs the extra quantize") as caught:
-        quantize._extra("auto_round_that_is_not_installed")
-    assert caught.value.hint == "pip install -e '.[quantize]'"
-    with pytest.raises(BadInput, match="--group-size: found 128"):
-        edit_config(source, lambda config: config.update(intermediate_size=320))
-        quantise_awq(source, tmp_path / "out", Calibration(group_size=128))
-
-
-class FakeAutoRound:
-    """Takes auto-round's arguments and writes AutoAWQ's layout, by plain rounding."""
-
-    def __init__(self, model: Any, tokenizer: Any, **settings: Any) -> None:
-        self.model = model.float()
-        self.settings = settings
-
-    def quantize(self) -> None:
-        """Nothing to search."""
-
-    def save_quantized(self, output_dir: str, **how: Any) -> None:
-        """`requantise` of tests/models/quantized_kit.py."""
-        assert how == {"format": "auto_awq", "inplace": True}
-        folder, group = Path(output_dir), self.settings["group_size"]
-        tiny.save_model(self.model, folder)
-        requantise(folder, self.model, KINDS[f"awq-{group}"])
-        save_file(load_file(folder / "model.safetensors"), folder / "model.safetensors")
-
-
-def test_awq_is_auto_rounds_output_checked(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for auto-round, not installed here: its call, our reading, the copied files."""
-    import transformers
-
-    modules = {
-        "auto_round": types.SimpleNamespace(AutoRound=FakeAutoRound), "transformers": transformers,
-    }  # fmt: skip
-    monkeypatch.setattr(quantize, "_extra", modules.__getitem__)
-    result = quantise_awq(source, tmp_path / "out", Calibration())
-    assert result.storage == "AWQ INT4, groups of 128"
-    assert (tmp_path / "out" / "tokenizer.json").exists()
-    weights_of(tmp_path / "out", "auto")
-    monkeypatch.setattr(
-        FakeAutoRound, "save_quantized", lambda self, output_dir, **how: Path(output_dir)
-    )
-    with pytest.raises(ModelError):
-        quantise_awq(source, tmp_path / "empty", Calibration())
-    assert not (tmp_path / "empty").exists()
