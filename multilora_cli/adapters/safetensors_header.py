@@ -155,12 +155,21 @@ def open_file(path: Path, *, follow_symlinks: bool = False) -> Iterator[OpenFile
         os.close(descriptor)
 
 
+def identity_of(path: Path) -> FileIdentity | None:
+    """The regular file at `path`, which is not opened; None where there is none."""
+    try:
+        status = os.lstat(path)
+    except (OSError, ValueError):
+        return None
+    return _identity(path, status) if stat.S_ISREG(status.st_mode) else None
+
+
 def read_header(
     path: Path, limits: Limits = Limits(), *, follow_symlinks: bool = False
 ) -> SafetensorsHeader:
     """The checked header of the file at `path`. Raises SafetensorsError."""
     with open_file(path, follow_symlinks=follow_symlinks) as file:
-        raw = _read_header_bytes(file, limits)
+        raw = read_header_bytes(file, limits)
         header = _Parser(file.identity, limits).parse(raw)
         file.check_unchanged()
     return header
@@ -181,7 +190,8 @@ def read_json(path: Path, max_bytes: int = 16 * 2**20) -> Any:
         raise SafetensorsError(f"{path}: {error}", reason="json") from None
 
 
-def _read_header_bytes(file: OpenFile, limits: Limits) -> bytes:
+def read_header_bytes(file: OpenFile, limits: Limits = Limits()) -> bytes:
+    """The header as it is written, its length checked. Raises SafetensorsError."""
     path, size = file.identity.path, file.identity.size
     if size < _LENGTH_BYTES:
         raise SafetensorsError(
