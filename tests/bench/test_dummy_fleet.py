@@ -52,7 +52,7 @@ def test_it_is_served_and_measured(tmp_path: Path) -> None:
         value = json.loads(result.stdout)
         assert [arm["label"] for arm in value["arms"]] == ["distinct", "base"]
         assert [arm["measures"]["completed"] for arm in value["arms"]] == [6, 6]
-        assert {arm["measures"]["output_tokens"] for arm in value["arms"]} == {72}
+        assert {arm["measures"]["output_length"]["mean"] for arm in value["arms"]} == {12}
     finally:
         server.stop()
 
