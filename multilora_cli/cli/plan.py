@@ -200,20 +200,20 @@ def _adapters(
     loaded: "LoadedFleet", geometry: "ModelGeometry", base_folder: Path
 ) -> "list[AdapterShape]":
     """Shapes from the headers; every bad adapter of the fleet is told in one run."""
-    from multilora_cli.adapters.outline import OutlineReader
+    from multilora_cli.adapters.survey import Surveyor
     from multilora_cli.cli.fleet_adapters import read_fleet_adapters
     from multilora_cli.errors import AdapterError, MloraError
     from multilora_cli.sizing.report import AdapterShape
 
     limit = loaded.fleet.limits.max_lora_rank
-    reader = OutlineReader(geometry, max_rank=limit, base_folder=base_folder)
+    surveyor = Surveyor(geometry, max_rank=limit, base_folder=base_folder)
     shapes, faults = [], []
-    for adapter, found in read_fleet_adapters(loaded, geometry, reader.read):
+    for adapter, found in read_fleet_adapters(loaded, geometry, surveyor.survey):
         if isinstance(found, MloraError):
             faults.append(f"{adapter.name}: {found.message}")
             continue
-        base = found.base_model_name or ""
-        shapes.append(AdapterShape(adapter.name, found.ranks, base, adapter.pin == "hot"))
+        base = found.shape.base_model_name or ""
+        shapes.append(AdapterShape(adapter.name, found.shape.ranks, base, adapter.pin == "hot"))
     if faults:
         raise AdapterError("\n".join(faults))
     return shapes
