@@ -10,7 +10,18 @@ import typer
 from typer.core import TyperGroup
 
 from multilora_cli import __version__
-from multilora_cli.cli import bench, chat, listing, lock, plan, quantize, schema, serve, tiers
+from multilora_cli.cli import (
+    bench,
+    chat,
+    listing,
+    lock,
+    plan,
+    quantize,
+    schema,
+    serve,
+    tiers,
+    verify,
+)
 from multilora_cli.cli.console import Console
 from multilora_cli.errors import MloraError
 
@@ -59,6 +70,7 @@ def root(
 
 BEFORE, RUN, OPERATE, MEASURE = "Before you start", "Run", "Operate", "Measure"
 app.command("plan", rich_help_panel=BEFORE)(plan.plan)
+app.command("verify", rich_help_panel=BEFORE)(verify.verify)
 app.command("lock", rich_help_panel=BEFORE)(lock.lock)
 app.command("quantize", rich_help_panel=BEFORE)(quantize.quantize)
 app.command("schema", rich_help_panel=BEFORE)(schema.schema)

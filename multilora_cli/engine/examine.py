@@ -50,6 +50,7 @@ class Examined:
     pool_bytes: int
     idle: tuple[str, ...]  # modules whose delta is zero
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]  # what reading had to say, and changes nothing
 
 
 def examine(
@@ -81,7 +82,8 @@ def examine(
         num_pages=plan.num_pages,
         pool_bytes=plan.num_pages * plan.page_bytes,
         idle=idle,
-        warnings=(*_warnings(adapter, base, idle), *_as_texts(notes)),
+        warnings=tuple(_warnings(adapter, base, idle)),
+        notes=(*adapter.notes, *(_as_texts(notes) if len(idle) < len(adapter.weights) else ())),
     )
 
 
@@ -97,7 +99,6 @@ def _warnings(adapter: AdapterFile, base: BaseMatch, idle: tuple[str, ...]) -> I
         yield (
             f"{len(idle)} of {len(adapter.weights)} modules change nothing, the first is {idle[0]}"
         )
-    yield from adapter.notes
 
 
 def _as_texts(notes: object) -> Iterator[str]:
