@@ -10,86 +10,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from multilora_cli.adapters.digest import content_digest
+from multilora_cli.adapters.entry import (
+    AdapterEntry,
+    AdapterRequest,
+    Candidate,
+    Pin,
+    Registered,
+    ServedBase,
+)
+from multilora_cli.adapters.keyed_locks import KeyedLocks
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
-from multilora_cli.adapters.source import resolve_source
+from multilora_cli.adapters.source import is_remote, resolve_source
 from multilora_cli.adapters.source.local import allowed_folder
-from multilora_cli.adapters.store import DiskStore
+from multilora_cli.adapters.store import DiskStore, StoreOpener
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
-from multilora_cli.sizing.geometry import ModelGeometry
 
-Pin = Literal["hot", "warm"]
-Outcome = Literal["added", "replaced", "unchanged"]
+__all__ = [
+    "AdapterEntry", "AdapterRequest", "Candidate", "Pin", "Registered", "Registry", "ServedBase",
+]  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class AdapterRequest:
-    """An adapter as a fleet file or an operator names it."""
-
-    name: str
-    source: str  # folder, demo:NAME, dummy:..., hf://... or s3://...
-    pin: Pin | None = None
-    priority: int = 0
-    digest: str | None = None  # sha256 hex or sha256:hex; anything else is refused
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterEntry:
-    """One name and the version it stands for. Times are seconds since the epoch."""
-
-    name: str
-    source: str
-    path: str  # folder that was read; empty where it could not be resolved
-    generation: int
-    registered_at: float
-    files: tuple[tuple[int, int, int, int, int], ...] = ()  # FileIdentity.key of each file
-    digest: str | None = None  # sha256 hex; None until it is first needed
-    rank: int = 0  # the largest of any module
-    modules: tuple[str, ...] = ()
-    num_bound: int = 0  # adapted (layer, module) pairs
-    num_bytes: int = 0  # of all factors in the compute dtype, nothing padded
-    base_model_name: str | None = None
-    notes: tuple[str, ...] = ()
-    pin: Pin | None = None
-    priority: int = 0
-    state: Literal["ready", "failed"] = "ready"
-    detail: str = ""  # why it failed
-    failed_at: float = 0.0
-    retry_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """What a registration did."""
-
-    entry: AdapterEntry
-    outcome: Outcome
-    previous: AdapterEntry | None = None  # the version that was replaced
-
-
-@dataclass(frozen=True, slots=True)
-class ServedBase:
-    """The base that all adapters of a registry belong to."""
-
-    geometry: ModelGeometry
-    name: str  # how requests name it; no adapter may take it
-    max_rank: int = 512  # larger adapters are refused
-    itemsize: int = 2  # bytes per weight in the compute dtype
-    folder: Path | None = None  # its files, to compare copies that PEFT put into an adapter
-    model: str | None = None  # Hub id or folder, to note adapters that name another base
-
-    def notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
-        """A warning where the adapter names a base whose last part differs from this one's."""
-        made_for = adapter.base_model_name
-        if not made_for or not self.model or _last_part(made_for) == _last_part(self.model):
-            return ()
-        return (f"made for {quoted(made_for)}, served on {quoted(self.model)}: shapes fit",)
+RETRY_S = (5.0, 300.0)  # first and longest pause before a source that was down is asked again
 
 
 class Registry:
@@ -100,7 +46,7 @@ class Registry:
         relative_to: what relative source folders are relative to.
         roots: where `load` may read.
         cache: where `dummy:` adapters are written.
-        store: where remote adapters are kept; None: there are none.
+        store: where remote adapters are kept, or what opens it when the first one comes.
     """
 
     def __init__(
@@ -110,16 +56,18 @@ class Registry:
         relative_to: Path = Path(),
         roots: Sequence[Path] = (),
         cache: Path | None = None,
-        store: DiskStore | None = None,
+        store: "DiskStore | StoreOpener | None" = None,
     ) -> None:
         self._base = base
         self._relative_to = relative_to
         self._roots = tuple(roots)
         self._cache = cache
-        self._store = store
+        self._store = store if isinstance(store, StoreOpener) else StoreOpener.of(store)
+        self._releasable: set[str] = set()  # digests that lost a name
+        self._promised: dict[int, str | None] = {}  # digests of candidates, by generation
         self._entries: dict[str, AdapterEntry] = {}  # by lower-case name, in order of arrival
         self._lock = threading.Lock()
-        self._reading: dict[str, tuple[threading.Lock, int]] = {}
+        self._reading = KeyedLocks()
         self._generation = 0
 
     # ---- what requests ask
@@ -166,8 +114,10 @@ class Registry:
             if entry.digest is None:
                 adapter = self._read(Path(entry.path))
                 digest = content_digest(adapter)
-                request = AdapterRequest(name, entry.source, entry.pin, entry.priority)
-                entry = self._put(request, adapter, digest, same_as=entry)
+                version = self._version(entry.request, adapter, digest, same_as=entry)
+                if self._update(entry, lambda _: version) is None:
+                    return self.resolve(name)  # unloaded meanwhile
+                entry = version
         return entry
 
     # ---- what operators do
@@ -186,33 +136,62 @@ class Registry:
         """
         self._check_name(request.name)
         with self._one_reader(request.name):
-            self._check_free(request.name)
-            path = resolve_source(
-                request.source,
-                relative_to=self._relative_to,
-                geometry=self._base.geometry,
-                cache=self._cache,
-                store=self._store,
-                digest=request.digest,
-            )
-            return self._enter(request, path, replacing, expected_generation)
+            candidate = self._candidate(request, replacing, expected_generation)
+            with self._lock:
+                return self._put(candidate)
 
-    def load(
+    def candidate(
         self,
-        name: str,
-        path: str,
+        request: AdapterRequest,
         *,
         replacing: bool = False,
         expected_generation: int | None = None,
-        pin: Pin | None = None,
+        digested: bool = False,
+    ) -> Candidate:
+        """What `register` would enter, read but not entered; `digested`: with its digest."""
+        self._check_name(request.name)
+        with self._one_reader(request.name):
+            return self._candidate(request, replacing, expected_generation, digested)
+
+    def enter(
+        self, candidates: Sequence[Candidate], gone: Sequence[AdapterEntry] = ()
+    ) -> tuple[Registered, ...]:
+        """Let candidates take their names, and forget `gone`: all in one step, or nothing.
+
+        Raises AdapterError where a name stands for another version than it did when its candidate
+        was read.
+        """
+        with self._lock:
+            for name, before in (
+                *((c.entry.name, c.previous) for c in candidates),
+                *((entry.name, entry) for entry in gone),
+            ):
+                self._check_still(name, before)
+            for entry in gone:
+                del self._entries[entry.name.lower()]
+            return tuple(map(self._put, candidates))
+
+    def discard(self, candidate: Candidate) -> None:
+        """A candidate that will not be entered."""
+        with self._lock:
+            digest = self._promised.pop(candidate.entry.generation, None)
+        if digest is not None:
+            self.release(digest)
+
+    def load(
+        self, name: str, path: str, *, replacing: bool = False, pin: Pin | None = None
     ) -> Registered:
         """`register` for a client: `path` must be a real folder below one of the roots."""
+        return self.register(self.from_client(name, path, pin), replacing=replacing)
+
+    def from_client(self, name: str, path: str, pin: Pin | None = None) -> AdapterRequest:
+        """The request for a folder that a client names. Raises AdapterError outside the roots."""
         self._check_name(name)
-        folder = allowed_folder(path, self._roots)
-        request = AdapterRequest(name, str(folder), pin=pin)
-        with self._one_reader(name):
-            self._check_free(name)
-            return self._enter(request, folder, replacing, expected_generation)
+        return AdapterRequest(name, str(allowed_folder(path, self._roots)), pin=pin, via="api")
+
+    def check_root(self, path: str) -> None:
+        """Raise AdapterError where a folder lies below none of the roots."""
+        allowed_folder(path, self._roots)
 
     def register_all(
         self, requests: Iterable[AdapterRequest], *, num_threads: int = 2
@@ -223,7 +202,7 @@ class Registry:
             try:
                 self.register(request)
             except MloraError as error:
-                self._enter_failed(request, error)
+                self.enter_failed(request, error)
                 return (request.name, error)
             return None
 
@@ -245,133 +224,158 @@ class Registry:
             del self._entries[name.lower()]
         return entry
 
-    def mark_failed(
-        self, entry: AdapterEntry, detail: str, retry_at: float | None = None
-    ) -> AdapterEntry | None:
-        """Show that this version could not be loaded; None: the name stands for another now."""
-        now = time.time()
-        return self._update(
-            entry,
-            lambda e: replace(e, state="failed", detail=detail, failed_at=now, retry_at=retry_at),
-        )
+    def retry(self, name: str) -> AdapterEntry:
+        """Ask the source of a failed adapter again. Raises what is still wrong, and notes it."""
+        failed = self.get(name)
+        if failed is None or failed.state != "failed":
+            return self.resolve(name)
+        try:
+            return self.register(failed.request, expected_generation=failed.generation).entry
+        except MloraError as error:
+            self.enter_failed(failed.request, error)
+            raise
 
-    def take_back(self, done: Registered) -> None:
-        """Undo a registration whose content proved broken: the name stands for what it stood for
-        before, or for nothing. Where another version has come since, that one stays."""
-        name = done.entry.name.lower()
+    def enter_failed(self, request: AdapterRequest, error: MloraError) -> None:
+        """Show that what `request` names cannot be had; a version that is served stays.
+
+        A source that does not answer is asked again later; a refusal stands until somebody asks.
+        """
+        if not is_adapter_name(request.name):
+            return
+        now, down = time.time(), isinstance(error, AdapterUnavailable)
         with self._lock:
-            current = self._entries.get(name)
-            if current is None or current.generation != done.entry.generation:
+            old = self._entries.get(request.name.lower())
+            if old is not None and (old.state == "ready" or old.name != request.name):
                 return
-            if done.previous is not None:
-                self._entries[name] = done.previous
-            elif done.outcome == "added":
-                del self._entries[name]
+            attempts = old.attempts + 1 if old is not None else 1
+            pause = min(RETRY_S[0] * 2.0 ** min(attempts - 1, 16), RETRY_S[1])
+            if old is None:
+                self._generation += 1
+            self._entries[request.name.lower()] = AdapterEntry(
+                request=request,
+                path="",
+                generation=old.generation if old is not None else self._generation,
+                registered_at=old.registered_at if old is not None else now,
+                state="failed",
+                detail=error.message,
+                failed_at=now,
+                attempts=attempts,
+                retry_at=time.monotonic() + pause if down else None,
+            )
 
-    def set_pin(self, name: str, pin: Pin | None) -> AdapterEntry | None:
-        """Remember where `name` is kept, for the next start of the engine; None: no such name."""
+    def set_kept(self, name: str, pin: Pin | None, ttl: float | None) -> AdapterEntry | None:
+        """Remember where and how long `name` is kept; None: no such name."""
         entry = self.get(name)
-        return None if entry is None else self._update(entry, lambda e: replace(e, pin=pin))
-
-    def mark_ready(self, entry: AdapterEntry) -> AdapterEntry | None:
-        """Show that this version can be had again; None: the name stands for another now."""
+        if entry is None:
+            return None
         return self._update(
-            entry,
-            lambda e: replace(e, state="ready", detail="", failed_at=0.0, retry_at=None),
+            entry, lambda e: replace(e, request=replace(e.request, pin=pin, ttl=ttl))
         )
+
+    def release(self, digest: str) -> None:
+        """Let the disk store evict a version, unless a name stands for it."""
+        with self._lock:
+            self._releasable.add(digest)
+        self._release_unused()
 
     # ---- inside
 
-    def _enter(
+    def _candidate(
         self,
         request: AdapterRequest,
-        path: Path,
         replacing: bool,
         expected_generation: int | None,
-    ) -> Registered:
-        adapter = self._read(path)
-        digest = self._expected_digest(request, adapter)
-        previous = self.get(request.name)
-        _check_generation(previous, expected_generation)
-        if previous is not None and previous.state == "ready":
-            digest = digest or content_digest(adapter)
-            moved = replacing and previous.path != str(adapter.folder)
-            if digest == self._digest_of(previous) and not moved:
-                return Registered(self.get(request.name) or previous, "unchanged")
-            if not replacing:
-                raise AdapterError(
-                    f"adapter {request.name}: already registered from {previous.path} with other"
-                    " content",
-                    reason="adapter_exists",
-                    field="lora_name",
-                    hint="unload it first, or load it in place",
-                )
-        entry = self._put(request, adapter, digest)
-        return Registered(entry, "replaced" if previous else "added", previous)
+        digested: bool = False,
+    ) -> Candidate:
+        """The caller is the one reader of the name."""
+        self._check_free(request.name)
+        path = self._folder(request)
+        try:
+            adapter = self._read(path)
+            digest = self._digest_at(request, path, adapter)
+            if digested and digest is None:
+                digest = content_digest(adapter)
+            previous = self.get(request.name)
+            _check_generation(previous, expected_generation)
+            if previous is not None and previous.state == "ready":
+                digest = digest or content_digest(adapter)
+                moved = replacing and previous.path != str(adapter.folder)
+                if digest == self._digest_of(previous) and not moved:
+                    entry = self.get(request.name) or previous
+                    return Candidate(replace(entry, request=request), previous, "unchanged")
+                if not replacing:
+                    raise _exists(previous)
+            entry = self._version(request, adapter, digest)
+        except AdapterError:
+            self._unused(path)
+            raise
+        with self._lock:
+            self._promised[entry.generation] = digest
+        return Candidate(entry, previous, "replaced" if previous else "added")
 
-    def _put(
+    def _folder(self, request: AdapterRequest) -> Path:
+        """The folder that the request's source stands for. Raises AdapterError, *Unavailable."""
+        if request.via == "api":
+            return allowed_folder(request.source, self._roots)
+        return resolve_source(
+            request.source,
+            relative_to=self._relative_to,
+            geometry=self._base.geometry,
+            cache=self._cache,
+            store=self._store() if is_remote(request.source) else None,
+            digest=request.digest,
+        )
+
+    def _version(
         self,
         request: AdapterRequest,
         adapter: AdapterFile,
         digest: str | None,
         same_as: AdapterEntry | None = None,
     ) -> AdapterEntry:
-        """Enter what was read; the generation stays where `same_as` is the same file version."""
+        """What was read; the generation stays where `same_as` is the same file version."""
         files = tuple(file.key for file in adapter.files)
-        with self._lock:
-            if same_as is not None and same_as.files == files:
-                generation = same_as.generation
-            else:
+        if same_as is not None and same_as.files == files:
+            generation = same_as.generation
+        else:
+            with self._lock:
                 self._generation += 1
                 generation = self._generation
-            entry = AdapterEntry(
-                name=request.name,
-                source=request.source,
-                path=str(adapter.folder),
-                generation=generation,
-                registered_at=time.time(),
-                files=files,
-                digest=digest,
-                rank=adapter.max_rank,
-                modules=adapter.modules,
-                num_bound=len(adapter.weights),
-                num_bytes=adapter.num_weights * self._base.itemsize,
-                base_model_name=adapter.base_model_name,
-                notes=(*self._notes_on(adapter), *adapter.notes),
-                pin=request.pin,
-                priority=request.priority,
-            )
-            self._entries[request.name.lower()] = entry
-        return entry
+        return AdapterEntry(
+            request=request,
+            path=str(adapter.folder),
+            generation=generation,
+            registered_at=time.time(),
+            files=files,
+            digest=digest,
+            rank=adapter.max_rank,
+            modules=adapter.modules,
+            num_bound=len(adapter.weights),
+            num_bytes=adapter.num_weights * self._base.itemsize,
+            base_model_name=adapter.base_model_name,
+            notes=(*self._notes_on(adapter), *adapter.notes),
+        )
 
     def _notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
-        stored = self._store.notes_on(adapter.folder) if self._store is not None else ()
+        store = self._store.opened
+        stored = store.notes_on(adapter.folder) if store is not None else ()
         return (*stored, *self._base.notes_on(adapter))
-
-    def _enter_failed(self, request: AdapterRequest, error: MloraError) -> None:
-        now = time.time()
-        with self._lock:
-            if request.name.lower() in self._entries or not is_adapter_name(request.name):
-                return
-            self._generation += 1
-            self._entries[request.name.lower()] = AdapterEntry(
-                name=request.name,
-                source=request.source,
-                path="",
-                generation=self._generation,
-                registered_at=now,
-                pin=request.pin,
-                priority=request.priority,
-                state="failed",
-                detail=error.message,
-                failed_at=now,
-            )
 
     def _read(self, path: Path) -> AdapterFile:
         base = self._base
         return read_adapter(path, base.geometry, max_rank=base.max_rank, base_folder=base.folder)
 
-    def _expected_digest(self, request: AdapterRequest, adapter: AdapterFile) -> str | None:
+    def _put(self, candidate: Candidate) -> Registered:
+        """The caller holds the lock."""
+        entry, outcome = candidate.entry, candidate.outcome
+        self._entries[entry.name.lower()] = entry
+        self._promised.pop(entry.generation, None)
+        return Registered(entry, outcome, None if outcome == "unchanged" else candidate.previous)
+
+    def _digest_at(self, request: AdapterRequest, path: Path, adapter: AdapterFile) -> str | None:
+        """The digest where it is known or expected; None: not yet. Raises AdapterError."""
+        if is_remote(request.source):
+            return path.name  # the store has read every byte, and names its entries so
         if request.digest is None:
             return None
         found, expected = content_digest(adapter), request.digest.removeprefix("sha256:")
@@ -409,6 +413,35 @@ class Registry:
             self._entries[entry.name.lower()] = updated
             return updated
 
+    def _check_still(self, name: str, before: AdapterEntry | None) -> None:
+        """The name stands for what it did. The caller holds the lock."""
+        found = self._entries.get(name.lower())
+        if (found.generation if found else 0) != (before.generation if before else 0):
+            raise AdapterError(
+                f"adapter {name}: somebody else changed it meanwhile",
+                reason="generation",
+                field="lora_name",
+                hint="try again",
+            )
+
+    def _unused(self, path: Path) -> None:
+        """A refused version: its copy in the disk store may go."""
+        store = self._store.opened
+        if store is not None and path.parent == store.root / "entries":
+            self.release(path.name)
+
+    def _release_unused(self) -> None:
+        """Release what nobody reads: a reader may be about to enter any of it."""
+        store = self._store.opened
+        with self._lock:
+            if store is None or not self._reading.idle:
+                return
+            held = {entry.digest for entry in self._entries.values()}
+            held.update(self._promised.values())
+            for digest in self._releasable - held:
+                store.release(digest)
+            self._releasable &= set(self._promised.values())
+
     def _check_name(self, name: str) -> None:
         if not is_adapter_name(name):
             raise AdapterError(
@@ -435,25 +468,22 @@ class Registry:
 
     @contextmanager
     def _one_reader(self, name: str) -> Iterator[None]:
-        """One thread a name reads and enters; others of that name wait, other names do not."""
-        key = name.lower()
-        with self._lock:
-            lock, waiting = self._reading.get(key, (threading.Lock(), 0))
-            self._reading[key] = (lock, waiting + 1)
+        """One thread a name reads and enters."""
         try:
-            with lock:
+            with self._reading.holding(name.lower()):
                 yield
         finally:
-            with self._lock:
-                lock, waiting = self._reading[key]
-                if waiting == 1:
-                    del self._reading[key]
-                else:
-                    self._reading[key] = (lock, waiting - 1)
+            if self._releasable:
+                self._release_unused()
 
 
-def _last_part(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2].lower()
+def _exists(previous: AdapterEntry) -> AdapterError:
+    return AdapterError(
+        f"adapter {previous.name}: already registered from {previous.path} with other content",
+        reason="adapter_exists",
+        field="lora_name",
+        hint="unload it first, or load it in place",
+    )
 
 
 def _check_generation(entry: AdapterEntry | None, expected: int | None) -> None:

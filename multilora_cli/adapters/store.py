@@ -19,7 +19,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -401,6 +401,29 @@ class DiskStore:
         return AdapterUnavailable(
             f"disk cache {self._root}: no space left: {need}{have} free in its file system"
         )
+
+
+class StoreOpener:
+    """A disk store that is opened when the first remote adapter needs it."""
+
+    def __init__(self, open_store: Callable[[], DiskStore | None]) -> None:
+        self._open = open_store
+        self._lock = threading.Lock()
+        self.opened: DiskStore | None = None
+
+    @classmethod
+    def of(cls, store: DiskStore | None) -> "StoreOpener":
+        """One that is open, or that has nothing to open."""
+        opener = cls(lambda: store)
+        opener.opened = store
+        return opener
+
+    def __call__(self) -> DiskStore | None:
+        """The store. Raises BadInput for an unsafe folder."""
+        with self._lock:
+            if self.opened is None:
+                self.opened = self._open()
+            return self.opened
 
 
 def _key(source: str) -> str:

@@ -23,12 +23,17 @@ def cache_folder() -> Path:
     return Path(root) / "mlora"
 
 
-def open_store(loaded: LoadedFleet, adapters: "Sequence[Adapter]") -> "DiskStore | None":
-    """Where remote adapters are kept, if there are any. Raises BadInput for an unsafe folder."""
+def open_store(
+    loaded: LoadedFleet, adapters: "Sequence[Adapter] | None" = None
+) -> "DiskStore | None":
+    """Where remote adapters are kept; None: there are none among `adapters`.
+
+    Raises BadInput for an unsafe folder.
+    """
     from multilora_cli.adapters.source import is_remote
     from multilora_cli.adapters.store import DiskStore
 
-    if not any(is_remote(adapter.source) for adapter in adapters):
+    if adapters is not None and not any(is_remote(adapter.source) for adapter in adapters):
         return None
     return DiskStore(cache_folder() / "adapters", loaded.fleet.memory.disk_cache)
 

@@ -56,7 +56,11 @@ def serve(
     startup = _prepare(console, fleet, overrides, poison)
     start = _Start(console, startup)
     status = run_server(
-        startup.server, startup.registry, lambda: spawn(startup.engine), hooks=start.hooks()
+        startup.server,
+        startup.registry,
+        lambda: spawn(startup.engine),
+        hooks=start.hooks(),
+        changes=startup.changes,
     )
     raise typer.Exit(status)
 
@@ -70,6 +74,8 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
             phases.update(_PHASES.get(phase, phase), done, total)
 
         startup = prepare(fleet, overrides, report=report, debug=poison)
+    for note in startup.notes:
+        console.note(note)
     for name, error in startup.failures:
         console.error(f"adapter {name} is not served: {error.message}", error.hint)
     return startup
@@ -126,7 +132,8 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
         {
             "base": f"{startup.server.base_name}  {ready.dtype} on {ready.device}",
             "adapters": f"{good} registered"
-            + (f", {len(startup.failures)} refused" if startup.failures else ""),
+            + (f", {len(startup.failures)} refused" if startup.failures else "")
+            + "".join(f", {p.pattern} on request" for p in startup.changes.fleet.patterns),
             "context": f"{ready.max_model_len} tokens",
             "memory": "\n".join(_memory_lines(ready)),
             "pool": f"{ready.num_pages} pages of {format_size(page)} for KV and adapters",
@@ -182,6 +189,7 @@ async def background_server(fleet: Path, console: Console) -> AsyncIterator[str]
 
     load_fleet(fleet)  # a mistake in the file is told here, with its own exit code
     command = [sys.executable, "-m", "multilora_cli", "serve", str(fleet)]
+    command += ["--set", "server.state_file=off"]  # what is measured leaves nothing behind
     process = await asyncio.create_subprocess_exec(
         *command, "--port", "0", "--json",
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,

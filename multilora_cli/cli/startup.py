@@ -1,15 +1,17 @@
 """From a fleet file to what the two processes are started with. No torch in this process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+from multilora_cli.adapters.entry import AdapterRequest, ServedBase
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.adapters.source import is_remote
-from multilora_cli.adapters.store import DiskStore
+from multilora_cli.adapters.store import StoreOpener
 from multilora_cli.cli.base import (
     Report,
     cache_folder,
@@ -18,12 +20,23 @@ from multilora_cli.cli.base import (
     open_store,
 )
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.errors import MloraError
-from multilora_cli.fleet.expand import expand_adapters
+from multilora_cli.errors import FleetError, MloraError
+from multilora_cli.fleet.declared import (
+    declared_adapters,
+    declared_patterns,
+    declared_settings,
+)
 from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
-from multilora_cli.fleet.schema import Adapter
+from multilora_cli.fleet.statefile import StateFile, state_path
 from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
+from multilora_cli.server.changes import (
+    RuntimeChanges,
+    ServedFleet,
+    by_name,
+    merge,
+    request_of,
+)
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.sizing.budget import num_slots
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
@@ -41,6 +54,8 @@ class Startup:
     registry: Registry
     num_adapters: int
     failures: tuple[tuple[str, MloraError], ...]
+    changes: RuntimeChanges  # by operators, since the fleet file was written
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -53,16 +68,17 @@ def prepare(
     """Read the fleet, find the base, read every adapter's headers. Raises MloraError."""
     loaded = load_fleet(path, overrides)
     check_served(loaded)
-    adapters = expand_adapters(loaded)
+    declared = by_name(map(request_of, declared_adapters(loaded)))
+    requests, changes, notes = _changed(loaded, overrides, declared)
     report("base", 0, 1)
     folder = fetch_base(loaded, report)
     geometry = read_geometry(folder)
     report("base", 1, 1)
-    roots = _roots(loaded, adapters)
-    registry = _registry(loaded, folder, geometry, roots, open_store(loaded, adapters))
-    failures = _register(registry, adapters, report)
+    roots = _roots(loaded, declared.values())
+    registry = _registry(loaded, folder, geometry, roots, _store(loaded, requests))
+    failures = _register(registry, requests, report)
     digest = base_digest(folder, loaded.fleet.base.load_format)
-    engine = engine_config(loaded, folder, len(adapters), digest)
+    engine = engine_config(loaded, folder, len(requests), digest)
     if debug:
         engine = msgspec.structs.replace(engine, debug=True)
     return Startup(
@@ -71,9 +87,50 @@ def prepare(
         server=_server_config(loaded, folder, geometry, engine),
         engine=engine,
         registry=registry,
-        num_adapters=len(adapters),
+        num_adapters=len(requests),
         failures=failures,
+        changes=changes,
+        notes=tuple(notes),
     )
+
+
+def _changed(
+    loaded: LoadedFleet, overrides: Sequence[str], declared: Mapping[str, AdapterRequest]
+) -> tuple[list[AdapterRequest], RuntimeChanges, list[str]]:
+    """What to register: the file, and what operators changed since. Raises FleetError."""
+    fleet = ServedFleet(
+        path=str(loaded.path),
+        settings=declared_settings(loaded),
+        written=_written(loaded, overrides),
+        requests=declared,
+        patterns=declared_patterns(loaded),
+    )
+    path = state_path(loaded)
+    if path is None:
+        return list(declared.values()), RuntimeChanges(fleet), []
+    file = StateFile(path, loaded.path)
+    requests, changes, notes = merge(declared, file.read())
+    return requests, RuntimeChanges(fleet, file, changes), notes
+
+
+def _written(loaded: LoadedFleet, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """The settings without the flags, where the file can be read without them."""
+    try:
+        plain = load_fleet(loaded.path) if overrides else loaded
+    except FleetError:
+        plain = loaded
+    return declared_settings(plain)
+
+
+def _store(loaded: LoadedFleet, requests: Sequence[AdapterRequest]) -> StoreOpener:
+    """Opened now where something remote is known, so that an unsafe folder is told at the start;
+    else by the first remote adapter that an operator brings."""
+    sources = [request.source for request in requests]
+    sources += [pattern.source for pattern in declared_patterns(loaded)]
+    opener = StoreOpener(lambda: open_store(loaded))
+    if any(map(is_remote, sources)):
+        opener()
+    return opener
 
 
 def _registry(
@@ -81,7 +138,7 @@ def _registry(
     folder: Path,
     geometry: ModelGeometry,
     roots: Sequence[Path],
-    store: DiskStore | None,
+    store: StoreOpener,
 ) -> Registry:
     fleet = loaded.fleet
     base = ServedBase(
@@ -105,7 +162,7 @@ def _has_card(loaded: LoadedFleet) -> bool:
     return loaded.fleet.memory.device != "cpu" and local_card() is not None
 
 
-def _roots(loaded: LoadedFleet, adapters: Sequence[Adapter]) -> tuple[Path, ...]:
+def _roots(loaded: LoadedFleet, requests: Iterable[AdapterRequest]) -> tuple[Path, ...]:
     """Where adapters may be loaded from at run time: what the file says, else its own folders."""
     named = loaded.fleet.server.adapter_roots
     if named:
@@ -113,29 +170,21 @@ def _roots(loaded: LoadedFleet, adapters: Sequence[Adapter]) -> tuple[Path, ...]
     from multilora_cli.demo import DEMO_ADAPTERS, demo_adapter_path
 
     own = {"demo": demo_adapter_path(DEMO_ADAPTERS[0]).parent, "dummy": cache_folder() / "dummy"}
-    folders = set()
-    for adapter in adapters:
-        kind, colon, _ = adapter.source.partition(":")
+    folders = {
+        Path(pattern.root).resolve() for pattern in declared_patterns(loaded) if pattern.is_local
+    }
+    for request in requests:
+        kind, colon, _ = request.source.partition(":")
         if not colon:
-            folders.add((loaded.folder / Path(adapter.source).expanduser()).resolve().parent)
+            folders.add(Path(request.source).resolve().parent)
         elif kind in own:
             folders.add(own[kind])
     return tuple(sorted(folders))
 
 
 def _register(
-    registry: Registry, adapters: Sequence[Adapter], report: Report
+    registry: Registry, requests: Sequence[AdapterRequest], report: Report
 ) -> tuple[tuple[str, MloraError], ...]:
-    requests = [
-        AdapterRequest(
-            name=adapter.name,
-            source=adapter.source,
-            pin=adapter.pin,
-            priority=adapter.priority,
-            digest=adapter.digest,
-        )
-        for adapter in adapters
-    ]
     failures: list[tuple[str, MloraError]] = []
     num_threads = 8 if any(is_remote(request.source) for request in requests) else 2
     for start in range(0, len(requests), 64):  # progress in steps a person can see
@@ -165,6 +214,7 @@ def _server_config(
         base_path=folder,
         base_digest=engine.base_digest,
         max_loras=engine.distinct_adapters,
+        max_resolved=loaded.fleet.limits.max_resolved,
         vocab_size=geometry.vocab_size,
         eos_token_ids=geometry.eos_token_ids,
         host=server.host,

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from multilora_cli.fleet.pattern import NamePattern
 from multilora_cli.units import parse_duration, parse_size
 
 MAX_ADAPTERS = 50_000
@@ -123,6 +124,9 @@ class Limits(_Part):
     max_loras: int | None = Field(
         default=None, ge=1, le=4096, description="distinct adapters in one step"
     )
+    max_resolved: int = Field(
+        default=10_000, ge=1, le=MAX_ADAPTERS, description="names of patterns known at a time"
+    )
 
 
 class Adapter(_Part):
@@ -145,10 +149,22 @@ class AdapterFolder(_Part):
 
 
 class AdapterPattern(_Part):
-    """Names resolved on first request."""
+    """Names that are looked for at their source when they are first asked for."""
 
-    pattern: Text
-    source: Text
+    pattern: Text = Field(description="such as {tenant}/{name}, one placeholder a part")
+    source: Text = Field(description="with the same placeholders: a folder, hf:// or s3://")
+    ttl: Duration | None = Field(default=None, description="back to cold when unused that long")
+    priority: int = Field(default=0, ge=-1000, le=1000, description="evicted later when higher")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "AdapterPattern":
+        _ = self.compiled
+        return self
+
+    @property
+    def compiled(self) -> NamePattern:
+        """The pattern, ready to match."""
+        return NamePattern(self.pattern, self.source, self.priority, self.ttl)
 
 
 def _kind(entry: Any) -> str:
@@ -172,6 +188,10 @@ class Server(_Part):
     api_keys: tuple[Secret, ...] = Field(default=(), max_length=10_000, strict=False)
     admin_key: Secret | None = None
     adapter_roots: tuple[Text, ...] = Field(default=(), max_length=100, strict=False)
+    state_file: Text | None = Field(
+        default=None,
+        description="where changes at run time are kept; default: beside the fleet file; or off",
+    )
 
 
 class Verify(_Part):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
-from multilora_cli.fleet.schema import Adapter, AdapterPattern
+from multilora_cli.fleet.schema import Adapter
 
 
 def check_served(loaded: LoadedFleet) -> None:
@@ -18,15 +18,11 @@ def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
     fleet = loaded.fleet
     for index, entry in enumerate(fleet.adapters):
         key = f"adapters.{index}"
-        if isinstance(entry, AdapterPattern):
-            yield f"{key}.pattern", "names are registered one by one or by folder"
-        elif isinstance(entry, Adapter):
+        if isinstance(entry, Adapter):
             yield from ((f"{key}.{field}", why) for field, why in _entry(entry))
 
 
 def _entry(entry: Adapter) -> Iterator[tuple[str, str]]:
-    if entry.ttl is not None:
-        yield "ttl", "idle adapters leave when others need their pages"
     if entry.chat_template != "base":
         yield "chat_template", "the base's template is used"
     if entry.tokenizer != "base":

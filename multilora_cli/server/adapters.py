@@ -1,58 +1,84 @@
-"""The adapters as requests see them: names to exact versions, loading, unloading, the list."""
+"""The adapters as requests see them: names to exact versions, loading, unloading, keeping."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from multilora_cli.adapters.registry import AdapterEntry, Pin, Registry
-from multilora_cli.engine.messages import AdapterRef, AdapterStatus, Reply
-from multilora_cli.errors import AdapterError, AdapterUnavailable, RequestError
+from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest, Candidate, Pin
+from multilora_cli.adapters.registry import Registry
+from multilora_cli.engine.messages import AdapterRef, Reply
+from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
 from multilora_cli.server.bodies import EvictBody, LoadBody, UnloadBody, WarmBody
+from multilora_cli.server.changes import RuntimeChanges, ServedFleet
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import fault_error, unavailable
-from multilora_cli.server.protocol import model_not_found
+from multilora_cli.server.listing import adapter_row, listing, status_of
+from multilora_cli.server.names import NameLimits, Names
+from multilora_cli.server.protocol import duration, model_not_found
 
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _DRAIN_WAIT_S = 5.0  # an unload answers after this, even if streams still hold the adapter
+_THREADS = 8  # that read and fetch adapters; never those that tokenize
+_FORGOTTEN = 64  # resolved names that make room together, so that finding them is paid for once
 
 
 class Adapters:
     """Keeps registry and engine in step."""
 
     def __init__(
-        self, registry: Registry, client: EngineClient, config: ServerConfig, pool: Executor
+        self,
+        registry: Registry,
+        client: EngineClient,
+        config: ServerConfig,
+        changes: RuntimeChanges | None = None,
     ) -> None:
         self.registry = registry
-        self._client = client
-        self._config = config
-        self._pool = pool
+        self.changes = changes or RuntimeChanges(ServedFleet())
+        self.client = client
+        self.config = config
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="adapters")
+        limits = NameLimits(known=config.max_resolved, wait_s=config.limits.load_s)
+        self.names = Names(registry, self._pool, self.changes.fleet.patterns, limits)
+        self.names.make_room = self._forget_idle
         # One call a name at a time; a lock lives as long as somebody holds or awaits it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.on_unload: list[Callable[[str], None]] = []
+
+    def close(self) -> None:
+        """Start nothing more."""
+        for task in self._tasks:
+            task.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def resolve(self, name: str | None) -> AdapterRef | None:
         """The version a request is served with. Raises RequestError 404, never the base."""
         if name is None:
             return None
-        entry = self.registry.get(name)
-        if entry is None:
-            raise model_not_found(name)
+        entry = await self.names.find(name)
+        self.names.touch(name)
         if entry.digest is not None and entry.state == "ready":
-            return _ref(entry)
+            return ref_of(entry)
         try:
-            return _ref(await self._in_thread(lambda: self.registry.with_digest(name)))
+            return ref_of(await self.in_thread(lambda: self.registry.with_digest(name)))
         except (AdapterError, AdapterUnavailable) as error:
             raise unavailable("adapter_unavailable", f"adapter {name}: {error.message}") from None
 
+    # ---- load and unload
+
     async def load(self, body: LoadBody) -> str:
-        """Register and make warm; vLLM's words on success. Raises RequestError."""
+        """Register and make warm; vLLM's words on success. Raises RequestError.
+
+        The new version is read, checked and converted beside the one that is served, and takes the
+        name only then.
+        """
         name, path = body.lora_name, body.lora_path
         if not name or not path:
             raise _vllm_error("Both 'lora_name' and 'lora_path' must be provided.")
@@ -63,7 +89,7 @@ class Adapters:
                 "lora_name: expected letters, digits, '.', '_' and '-', at most two parts joined"
                 " by '/'."
             )
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self.lock(name):
             await self._load(name, path, body)
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -72,180 +98,117 @@ class Adapters:
         name = body.lora_name
         if not name:
             raise _vllm_error("'lora_name' needs to be provided to unload a LoRA adapter.")
-        entry = self.registry.get(name)
-        if entry is None:
+        if self.registry.get(name) is None:
             shown = f" '{name}'" if is_adapter_name(name) else ""
             raise _vllm_error(f"The lora adapter{shown} cannot be found.", 404)
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self.lock(name):
             gone = self._unregister(name, body.expected_generation)
-            for forget in self.on_unload:
-                forget(name)
-            freed = await self._free(gone.digest)
+            self.forgotten(name)
+            freed = await self.free(gone.digest)
+            await self.changes.note(name, None)
         return f"Success: LoRA adapter '{name}' removed successfully.", freed
 
-    async def warm(self, name: str, body: WarmBody, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Bring an adapter up to host memory, or to the device; its row. Raises RequestError."""
-        ref = await self._known(name)
-        tier: Pin = "hot" if body.hot else "warm"
-        pin = tier if body.pin else None
-        reply = await self._client.load(
-            ref, hot=body.hot, pin=pin, timeout_s=self._config.limits.load_s
-        )
-        if reply.fault is not None:
-            raise fault_error(reply.fault)
-        if pin is not None:
-            self.registry.set_pin(name, pin)
-        return self._moved(name, reply, counts)
+    def lock(self, name: str) -> asyncio.Lock:
+        """Held while a name changes."""
+        return self._locks.setdefault(name, asyncio.Lock())
 
-    async def evict(self, name: str, body: EvictBody, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Move an adapter down once its requests have ended; its row and what became free."""
-        ref = await self._known(name)
-        reply = await self._client.evict(
-            ref.digest,
-            to="cold" if body.cold else "warm",
-            unpin=body.unpin,
-            timeout_s=self._config.limits.load_s,
-        )
-        if reply.fault is not None:
-            raise fault_error(reply.fault)
-        if body.unpin:
-            self.registry.set_pin(name, None)
-        row = self._moved(name, reply, counts)
-        return {
-            **row,
-            "freed_pages": reply.freed_pages,
-            "freed_host_bytes": reply.freed_host_bytes,
-        }
+    def forgotten(self, name: str) -> None:
+        """A name is gone from the registry."""
+        self.names.forget(name)
+        for forget in self.on_unload:
+            forget(name)
 
-    async def _known(self, name: str) -> AdapterRef:
-        ref = await self.resolve(name)
-        assert ref is not None, "a route's name is never empty"
-        return ref
+    async def free(self, digest: str | None) -> Reply | None:
+        """Evict a digest that no name has any more, here and on disk; what the engine freed."""
+        if digest is None or digest in self.digests():
+            return None
+        try:
+            reply = await self.client.forget(digest, _DRAIN_WAIT_S)
+        except RequestError:
+            self.background(self._free_later(digest))
+            return None  # draining goes on in the engine, or the engine is gone and holds nothing
+        self.registry.release(digest)
+        return reply
 
-    def _moved(self, name: str, reply: Reply, counts: Mapping[str, int]) -> dict[str, Any]:
-        if reply.status is not None:
-            self._client.statuses[reply.status.digest] = reply.status
-        entry = self.registry.get(name)
-        if entry is None:
-            raise model_not_found(name)
-        return self._row(entry, counts)
-
-    async def load_pinned(self) -> None:
-        """Bring pinned adapters back where they belong, after every start of the engine."""
-        for entry in self.registry.entries():
-            if entry.pin is None or entry.state == "failed":
-                continue
+    async def _free_later(self, digest: str) -> None:
+        """Its folder is not read any more once the requests that hold it have ended."""
+        while digest not in self.digests():
             try:
-                ref = await self.resolve(entry.name)
-                if ref is not None:
-                    load_s = self._config.limits.load_s
-                    reply = await self._client.load(
-                        ref, pin=entry.pin, priority=entry.priority, timeout_s=load_s
-                    )
-                    if reply.fault is not None:
-                        _log.error("adapter %s is not pinned: %s", entry.name, reply.fault.message)
-            except RequestError as error:
-                _log.error("adapter %s is not pinned: %s", entry.name, error.message)
+                await self.client.forget(digest, self.config.limits.request_s)
+            except RequestError:
+                if self.client.state in ("draining", "stopped"):
+                    return
+                await asyncio.sleep(_DRAIN_WAIT_S)
+            else:
+                self.registry.release(digest)
+                return
 
-    def names(self) -> dict[str, str]:
-        """Digest to name, of what has a digest."""
-        return {e.digest: e.name for e in self.registry.entries() if e.digest is not None}
+    async def verify(self, candidate: Candidate, pin: Pin | None = None) -> None:
+        """Let the engine read every byte of a version that nobody is served with yet.
 
-    def listing(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Every adapter with tier, pages and use; `counts` are its requests so far.
-
-        `generations` are the versions that the engine holds, those without a name included: they
-        are retired, and go when their last request ends.
+        Raises RequestError; the candidate is then discarded, and nothing of it stays.
         """
-        entries = self.registry.entries()
-        by_digest: dict[str, list[AdapterEntry]] = {}
-        for entry in entries:
-            if entry.digest is not None:
-                by_digest.setdefault(entry.digest, []).append(entry)
-        held = [
-            status for status in self._client.statuses.values() if status.tier in ("warm", "hot")
-        ]
-        generations = [_generation(status, by_digest.get(status.digest, [])) for status in held]
-        return {
-            "object": "list",
-            "data": [self._row(entry, counts) for entry in entries],
-            "generations": generations,
-            "resident_generations": len(held),
-            "retired_generations": sum(row["retired"] for row in generations),
-            "resident_bytes": sum(status.host_bytes for status in held),
-        }
-
-    def _row(self, entry: AdapterEntry, counts: Mapping[str, int]) -> dict[str, Any]:
-        # A digest is known once every byte was read: then a verified copy is on this machine.
-        unheld = _COLD if entry.digest is None else _STORED
-        status = self._client.statuses.get(entry.digest or "") or unheld
-        failed = entry.state == "failed"
-        return {
-            "id": entry.name,
-            "object": "lora_adapter",
-            "generation": entry.generation,
-            "rank": entry.rank,
-            "modules": list(entry.modules),
-            "bytes": entry.num_bytes,
-            "source": entry.source,
-            "revision": None,
-            "digest": f"sha256:{entry.digest}" if entry.digest else None,
-            "tier": "failed" if failed else status.tier,
-            "detail": entry.detail if failed else status.detail,
-            "pages": status.pages,
-            "host_bytes": status.host_bytes,
-            "pin": entry.pin,
-            "priority": entry.priority,
-            "pinned": status.pinned,
-            "in_flight": status.references,
-            "last_used_s": status.last_used_s if status.last_used_s >= 0 else None,
-            "requests": counts.get(entry.name, 0),
-            "hits": status.hits,
-            "loads": status.loads,
-        }
+        digest = candidate.entry.digest
+        try:
+            await self._make_warm(candidate.entry, pin)
+        except RequestError:
+            self.registry.discard(candidate)
+            await self.free(digest)
+            raise
 
     async def _load(self, name: str, path: str, body: LoadBody) -> None:
         old = self.registry.get(name)
         if old is not None and old.state == "ready" and not body.load_inplace:
             raise _exists(name)
-        self._client.check_admission()
-        pin: Literal["hot"] | None = "hot" if body.pinned else None
+        self.client.check_admission()
+        pin: Pin | None = "hot" if body.pinned else None
         try:
-            done = await self._in_thread(
-                lambda: self.registry.load(
-                    name,
-                    path,
-                    replacing=body.load_inplace,
-                    expected_generation=body.expected_generation,
-                    pin=pin,
-                )
-            )
+            candidate = await self.in_thread(lambda: self._candidate(name, path, body, old))
         except AdapterError as error:
             raise _exists(name) if error.reason == "adapter_exists" else _refused(error) from None
+        kept = candidate.entry.pin
         try:
-            ref = await self._warm(name, pin)
+            await self.verify(candidate, pin if kept == pin else None)
         except RequestError as error:
-            refused = self.registry.get(name)
-            self.registry.take_back(done)
-            await self._free(refused.digest if refused is not None else None)
             raise _vllm_error(error.message, error.status) from None
-        if done.previous is not None and done.previous.digest != ref.digest:
-            await self._free(done.previous.digest)
-
-    async def _warm(self, name: str, pin: Literal["hot"] | None) -> AdapterRef:
-        """Let the engine read every byte, so that a broken file is refused now."""
         try:
-            ref = _ref(await self._in_thread(lambda: self.registry.with_digest(name)))
-        except (AdapterError, AdapterUnavailable) as error:
-            raise RequestError(error.message) from None
-        reply = await self._client.load(ref, pin=pin, timeout_s=self._config.limits.load_s)
+            (done,) = self.registry.enter((candidate,))
+        except AdapterError as error:
+            self.registry.discard(candidate)
+            raise _refused(error) from None
+        self.names.touch(name)
+        if done.previous is not None and done.previous.digest != done.entry.digest:
+            await self.free(done.previous.digest)
+        await self.changes.note(name, done.entry)
+        if kept is not None and kept != pin:  # what was pinned stays pinned
+            await self._make_warm(done.entry, kept)
+
+    def _candidate(
+        self, name: str, path: str, body: LoadBody, old: AdapterEntry | None
+    ) -> Candidate:
+        request = self.registry.from_client(name, path, "hot" if body.pinned else None)
+        if old is not None:
+            request = AdapterRequest(
+                name, request.source, request.pin or old.pin, old.priority, None,
+                old.request.ttl, "api",
+            )  # fmt: skip
+        return self.registry.candidate(
+            request,
+            replacing=body.load_inplace,
+            expected_generation=body.expected_generation,
+            digested=True,
+        )
+
+    async def _make_warm(self, entry: AdapterEntry, pin: Pin | None) -> None:
+        reply = await self.client.load(
+            ref_of(entry), pin=pin, priority=entry.priority, timeout_s=self.config.limits.load_s
+        )
         if reply.fault is not None:
             if reply.fault.code in ("adapter_unavailable", "adapter_refused"):  # its content
                 raise RequestError(reply.fault.message)
             raise fault_error(reply.fault)
         if reply.status is not None:
-            self._client.statuses[ref.digest] = reply.status
-        return ref
+            self.client.statuses[reply.status.digest] = reply.status
 
     def _unregister(self, name: str, expected_generation: int | None) -> AdapterEntry:
         try:
@@ -255,37 +218,181 @@ class Adapters:
         except RequestError:  # gone since it was looked up
             raise _vllm_error(f"The lora adapter '{name}' cannot be found.", 404) from None
 
-    async def _free(self, digest: str | None) -> Reply | None:
-        """Evict a digest that no name has any more."""
-        if digest is None or digest in self.names():
-            return None
+    def _forget_idle(self) -> bool:
+        """Names of patterns that nobody uses make room for new ones; False: all are used."""
+        statuses = self.client.statuses
+        idle = [
+            entry
+            for entry in self.registry.entries()
+            if entry.request.via == "pattern"
+            and entry.pin is None
+            and not status_of(entry, statuses).references
+            and entry.name not in self._locks
+        ]
+        known = self.names
+        idle.sort(key=lambda entry: -(known.idle_s(entry.name) or 0.0))
+        for entry in idle[:_FORGOTTEN]:
+            self.registry.unregister(entry.name)
+            self.forgotten(entry.name)
+            self.background(self.free(entry.digest))
+        return bool(idle)
+
+    # ---- tiers
+
+    async def warm(self, name: str, body: WarmBody, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Bring an adapter up to host memory, or to the device; its row. Raises RequestError.
+
+        One that could not be had is tried again.
+        """
+        ttl = duration(body.ttl, "ttl")
+        entry = await self.names.find(name)
+        async with self.lock(name):
+            if entry.state == "failed":
+                await self.retry(name)
+            ref = await self._known(name)
+            tier: Pin = "hot" if body.hot else "warm"
+            pin = tier if body.pin else None
+            reply = await self.client.load(
+                ref, hot=body.hot, pin=pin, timeout_s=self.config.limits.load_s
+            )
+            if reply.fault is not None:
+                raise fault_error(reply.fault)
+            if pin is not None or ttl is not None:
+                await self.keep(name, pin or entry.pin, ttl or entry.request.ttl)
+        return self._moved(name, reply, counts)
+
+    async def evict(self, name: str, body: EvictBody, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Move an adapter down once its requests have ended; its row and what became free."""
+        if self.registry.get(name) is None:  # what no one asked for yet has nothing to free
+            raise model_not_found(name)
+        async with self.lock(name):
+            ref = await self._known(name)
+            self._check_shared_pin(name, ref.digest)
+            reply = await self.client.evict(
+                ref.digest,
+                to="cold" if body.cold else "warm",
+                unpin=body.unpin,
+                timeout_s=self.config.limits.load_s,
+            )
+            if reply.fault is not None:
+                raise fault_error(reply.fault)
+            if body.unpin:
+                await self.keep(name, None, None)
+        row = self._moved(name, reply, counts)
+        return {
+            **row,
+            "freed_pages": reply.freed_pages,
+            "freed_host_bytes": reply.freed_host_bytes,
+        }
+
+    async def keep(self, name: str, pin: Pin | None, ttl: float | None) -> None:
+        """Remember where and how long an adapter is kept, over a restart too."""
+        entry = self.registry.set_kept(name, pin, ttl)
+        if entry is not None:
+            await self.changes.note(name, entry)
+
+    async def retry(self, name: str) -> None:
+        """Ask the source of a failed adapter again. Raises RequestError with what is wrong."""
         try:
-            return await self._client.forget(digest, _DRAIN_WAIT_S)
-        except RequestError:
-            return None  # draining goes on in the engine, or the engine is gone and holds nothing
+            await self.in_thread(lambda: self.registry.retry(name))
+        except (AdapterError, AdapterUnavailable) as error:
+            raise unavailable("adapter_unavailable", f"adapter {name}: {error.message}") from None
 
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+    async def load_pinned(self) -> None:
+        """Bring pinned adapters back where they belong, after every start of the engine."""
+        await self.pin(entry for entry in self.registry.entries() if entry.pin is not None)
+
+    async def pin(self, entries: Iterable[AdapterEntry]) -> None:
+        """Bring some adapters where they are pinned; what goes wrong is logged."""
+        for entry in entries:
+            if entry.state == "failed":
+                continue
+            try:
+                ref = ref_of(await self.in_thread(self.registry.with_digest, entry.name))
+                reply = await self.client.load(
+                    ref,
+                    pin=entry.pin,
+                    priority=entry.priority,
+                    timeout_s=self.config.limits.load_s,
+                )
+                if reply.fault is not None:
+                    _log.error("adapter %s is not pinned: %s", entry.name, reply.fault.message)
+            except MloraError as error:
+                _log.error("adapter %s is not pinned: %s", entry.name, error.message)
+
+    async def unpin(self, entry: AdapterEntry) -> None:
+        """The engine may move it again; what goes wrong is logged."""
+        if entry.digest is None:
+            return
+        try:
+            self._check_shared_pin(entry.name, entry.digest)
+            await self.client.evict(
+                entry.digest, to="warm", unpin=True, timeout_s=self.config.limits.load_s
+            )
+        except RequestError as error:
+            _log.error("adapter %s stays pinned: %s", entry.name, error.message)
+
+    async def _known(self, name: str) -> AdapterRef:
+        ref = await self.resolve(name)
+        assert ref is not None, "a route's name is never empty"
+        return ref
+
+    def _check_shared_pin(self, name: str, digest: str) -> None:
+        """What another name has pinned does not leave by this one."""
+        for entry in self.registry.entries():
+            if entry.digest == digest and entry.name != name and entry.pin is not None:
+                raise RequestError(
+                    f"adapter {name} is the same content as {entry.name}, which is pinned"
+                    f" {entry.pin}",
+                    code="adapter_refused",
+                )
+
+    def _moved(self, name: str, reply: Reply, counts: Mapping[str, int]) -> dict[str, Any]:
+        if reply.status is not None:
+            self.client.statuses[reply.status.digest] = reply.status
+        entry = self.registry.get(name)
+        if entry is None:
+            raise model_not_found(name)
+        return self._row(entry, counts)
+
+    # ---- what is shown
+
+    def digests(self) -> dict[str, str]:
+        """Digest to name, of what has a digest."""
+        return {e.digest: e.name for e in self.registry.entries() if e.digest is not None}
+
+    def listing(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Every adapter with tier, pages and use; `counts` are its requests so far."""
+        entries = self.registry.entries()
+        rows = [self._row(entry, counts) for entry in entries]
+        return {
+            **listing(rows, entries, self.client.statuses),
+            "patterns": [
+                {"pattern": pattern.pattern, "source": pattern.source}
+                for pattern in self.names.patterns
+            ],
+        }
+
+    def _row(self, entry: AdapterEntry, counts: Mapping[str, int]) -> dict[str, Any]:
+        status = status_of(entry, self.client.statuses)
+        idle_s = self.names.idle_s(entry.name)
+        return adapter_row(entry, status, idle_s, counts.get(entry.name, 0))
+
+    # ---- inside
+
+    async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run reading and fetching off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+    def background(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Do something that nobody waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-_COLD = AdapterStatus("", "cold", 0, 0, 0, False, 0, 0, -1.0)
-_STORED = AdapterStatus("", "stored", 0, 0, 0, False, 0, 0, -1.0)
-
-
-def _generation(status: AdapterStatus, entries: list[AdapterEntry]) -> dict[str, Any]:
-    """A version that the engine holds, and the names that stand for it."""
-    return {
-        "generation": max((entry.generation for entry in entries), default=None),
-        "digest": f"sha256:{status.digest}",
-        "aliases": [entry.name for entry in entries],
-        "rank": max((entry.rank for entry in entries), default=None),
-        "bytes": status.host_bytes,
-        "retired": not entries,
-        "active_leases": status.references,
-    }
-
-
-def _ref(entry: AdapterEntry) -> AdapterRef:
+def ref_of(entry: AdapterEntry) -> AdapterRef:
+    """The version as the engine knows it."""
     return AdapterRef(entry.name, entry.digest or "", entry.path, entry.generation)
 
 

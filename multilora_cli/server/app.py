@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from multilora_cli.adapters.registry import AdapterEntry, Registry
+from multilora_cli.adapters.entry import AdapterEntry
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.errors import RequestError
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.auth import KeyRing, Policy
@@ -23,21 +24,23 @@ from multilora_cli.server.bodies import (
     CompletionBody,
     DetokenizeBody,
     EvictBody,
+    FleetBody,
     LoadBody,
     TokenizeBody,
     UnloadBody,
     WarmBody,
 )
+from multilora_cli.server.changes import RuntimeChanges
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import unavailable
 from multilora_cli.server.docs import docs_page, openapi_document
+from multilora_cli.server.fleet_apply import FleetApply
 from multilora_cli.server.guard import Guard
 from multilora_cli.server.metrics import CONTENT_TYPE, EngineView, Metrics
 from multilora_cli.server.prepare import Admitted, Texts, check_stream_options
 from multilora_cli.server.protocol import (
     check_ids,
-    model_not_found,
     parse_body,
     select_adapter,
     split_model,
@@ -53,6 +56,7 @@ from multilora_cli.server.routing import (
 )
 from multilora_cli.server.run import Job, Run
 from multilora_cli.server.sse import EventStream, whole_reply
+from multilora_cli.server.upkeep import Upkeep
 from multilora_cli.text.chat_template import load_chat_template
 from multilora_cli.text.tokenizer import load_tokenizer
 
@@ -65,7 +69,13 @@ Result = TypeVar("Result")
 class Front:
     """Everything the routes share."""
 
-    def __init__(self, config: ServerConfig, registry: Registry, client: EngineClient) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        registry: Registry,
+        client: EngineClient,
+        changes: RuntimeChanges | None = None,
+    ) -> None:
         self.config = config
         self.client = client
         tokenizer = load_tokenizer(config.base_path)
@@ -73,12 +83,22 @@ class Front:
         self.texts = Texts(config, tokenizer, template)
         self.metrics = Metrics(config.base_name, config.limits.named_adapters)
         self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
-        self.adapters = Adapters(registry, client, config, self.pool)
+        self.adapters = Adapters(registry, client, config, changes)
+        self.fleet = FleetApply(self.adapters)
         self.adapters.on_unload.append(self.metrics.adapters.forget)
         self.created = int(time.time())
-        self._tasks: set[asyncio.Task[None]] = set()
         self._large_bodies = 0
-        client.on_ready.append(lambda _: self._in_background())
+        client.on_ready.append(lambda _: self.adapters.background(self.adapters.load_pinned()))
+
+    def start(self) -> None:
+        """Begin the upkeep of adapters, from the running event loop."""
+        self.adapters.background(Upkeep(self.adapters).run())
+
+    def close(self) -> None:
+        """Nothing is served any more."""
+        self.adapters.close()
+        self.adapters.changes.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def max_model_len(self) -> int:
@@ -103,9 +123,10 @@ class Front:
         finally:
             self._large_bodies -= 1
 
-    async def parse(self, request: Request, kind: type[Body]) -> Body:
+    async def parse(self, request: Request, kind: type[Body], max_bytes: int | None = None) -> Body:
         """The checked body of a request."""
-        raw = await read_body(request, self.config.limits)
+        limits = self.config.limits
+        raw = await read_body(request, limits, max_bytes or limits.max_body_bytes)
         if len(raw) <= _INLINE_BYTES:
             return parse_body(raw, kind)
         return await self.in_thread(lambda: parse_body(raw, kind))
@@ -136,16 +157,11 @@ class Front:
             base_name=self.config.base_name,
             max_loras=self.config.max_loras,
             snapshot=self.client.snapshot,
-            names=self.adapters.names(),
+            names=self.adapters.digests(),
             statuses=self.client.statuses,
             up=self.client.state == "ready",
             restarts=self.client.restarts,
         )
-
-    def _in_background(self) -> None:
-        task = asyncio.get_running_loop().create_task(self.adapters.load_pinned())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class Routes:
@@ -177,6 +193,8 @@ class Routes:
                       "Bring an adapter to host memory or to the device.", WarmBody),
             RouteSpec("POST", "/v1/adapters/{name:path}/evict", self.evict, admin,
                       "Free an adapter's pages, or its host memory too.", EvictBody),
+            RouteSpec("POST", "/v1/fleet", self.fleet, admin,
+                      "Serve a changed fleet file, or say what it would change.", FleetBody),
             RouteSpec("POST", "/tokenize", self.tokenize, tenant,
                       "Token ids of a prompt or a conversation.", TokenizeBody),
             RouteSpec("POST", "/detokenize", self.detokenize, tenant,
@@ -225,11 +243,7 @@ class Routes:
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model_id}"""
         model = str(request.path_params["model_id"])
-        name = split_model(model, self._front.config.base_name)
-        entry = self._front.adapters.registry.get(name) if name is not None else None
-        if name is not None and entry is None:
-            raise model_not_found(model)
-        return json_response(self._card(entry))
+        return json_response(self._card(await self._entry(model)))
 
     async def lora_adapters(self, _: Request) -> Response:
         """GET /v1/lora_adapters"""
@@ -271,12 +285,19 @@ class Routes:
         counts = self._front.metrics.adapters.traffic
         return json_response(await self._front.adapters.evict(name, body, counts))
 
+    async def fleet(self, request: Request) -> Response:
+        """POST /v1/fleet"""
+        front = self._front
+        with front.room_for(request):
+            body = await front.parse(request, FleetBody, front.config.limits.max_fleet_bytes)
+        return json_response(await front.fleet.apply(body))
+
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize"""
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, TokenizeBody)
-            self._check_model(body.model)
+            await self._entry(body.model)
             length = front.max_model_len
             ids = await front.in_thread(lambda: front.texts.tokenize(body, length))
         reply: dict[str, Any] = {
@@ -294,7 +315,7 @@ class Routes:
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, DetokenizeBody)
-            self._check_model(body.model)
+            await self._entry(body.model)
             ids = body.tokens
             if ids is None:
                 raise RequestError("tokens: required", param="tokens")
@@ -338,12 +359,10 @@ class Routes:
         response.status_code = 200 if good else 503
         return response
 
-    def _check_model(self, model: str | None) -> None:
-        if model is None:
-            return
-        name = split_model(model, self._front.config.base_name)
-        if name is not None and self._front.adapters.registry.get(name) is None:
-            raise model_not_found(model)
+    async def _entry(self, model: str | None) -> AdapterEntry | None:
+        """The adapter that a model names; None: the base. Raises RequestError 404."""
+        name = split_model(model, self._front.config.base_name) if model is not None else None
+        return None if name is None else await self._front.adapters.names.find(name)
 
     def _card(self, entry: AdapterEntry | None) -> dict[str, Any]:
         front = self._front

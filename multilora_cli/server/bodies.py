@@ -3,7 +3,7 @@
 Types and limits are checked while the bytes are parsed, before anything is copied or counted.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,8 @@ MAX_STOP_IDS = 64
 Name = Annotated[str, Meta(max_length=512)]
 Flag = bool | None
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Source = Annotated[str, Meta(min_length=1, max_length=4096)]
+Seconds = Annotated[float, Meta(gt=0, le=1e8)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 
@@ -176,6 +178,10 @@ class WarmBody(msgspec.Struct, frozen=True, kw_only=True):
 
     hot: Annotated[bool, Meta(description="To the device, not only to host memory.")] = False
     pin: Annotated[bool, Meta(description="Keep it there.")] = False
+    ttl: Annotated[
+        float | Annotated[str, Meta(max_length=32)] | None,
+        Meta(description="Unpin it and take it back to cold once it was unused that long: 1h."),
+    ] = None
 
 
 class EvictBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +189,37 @@ class EvictBody(msgspec.Struct, frozen=True, kw_only=True):
 
     cold: Annotated[bool, Meta(description="Out of host memory too.")] = False
     unpin: Annotated[bool, Meta(description="Also where it is pinned.")] = False
+
+
+class FleetAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An adapter as a fleet file declares it; folders are absolute."""
+
+    name: Annotated[str, Meta(max_length=257)]
+    source: Source
+    pin: Literal["hot", "warm"] | None = None
+    ttl: Seconds | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")] | None = None
+
+
+class FleetPattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A name pattern as a fleet file declares it; folders are absolute."""
+
+    pattern: Annotated[str, Meta(max_length=300)]
+    source: Source
+    ttl: Seconds | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+
+
+class FleetBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/fleet: a whole fleet file, expanded, as `mlora apply` sends it."""
+
+    settings: Annotated[
+        dict[str, Any], Meta(description="All but the adapters: cannot change while it runs.")
+    ]
+    adapters: Annotated[list[FleetAdapter], Meta(max_length=50_000)]
+    patterns: Annotated[list[FleetPattern], Meta(max_length=1000)]
+    dry_run: Annotated[bool, Meta(description="Say what would change, and change nothing.")] = False
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):

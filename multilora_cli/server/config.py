@@ -12,6 +12,7 @@ class ServerLimits:
     """Bounds that protect the front process. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = 4 * 2**20
+    max_fleet_bytes: int = 32 * 2**20  # of a fleet that `mlora apply` sends
     max_large_bodies: int = 64  # above 64 KiB, or of unknown length, read at the same time
     max_header_bytes: int = 64 * 2**10
     max_headers: int = 100
@@ -41,6 +42,7 @@ class ServerConfig:
     port: int = 8000  # 0: any free one
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # the secrets themselves
     admin_key: str | None = field(default=None, repr=False)
+    max_resolved: int = 10_000  # names of patterns known at a time
     max_loras: int = 64  # adapters in one step, as metrics tell routers
     allowed_hosts: tuple[str, ...] = ()  # Host names beside the loopback ones
     drain_s: float = 30.0

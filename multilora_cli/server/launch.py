@@ -20,6 +20,7 @@ from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import Progress, Ready
 from multilora_cli.errors import AddressInUse, BadInput
 from multilora_cli.server.app import Front, create_app
+from multilora_cli.server.changes import RuntimeChanges
 from multilora_cli.server.client import EngineClient, Spawn
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.connection import protocol_class
@@ -42,6 +43,16 @@ class Hooks:
     progress: Callable[[Progress], None] = _nothing
     ready: Callable[[Ready, str], None] = _nothing  # first start and every restart; the URL
     draining: Callable[[int], None] = _nothing  # sequences that are still in flight
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server is made of; `changes` are the operators' since the fleet file was written."""
+
+    config: ServerConfig
+    registry: Registry
+    spawn: Spawn
+    changes: RuntimeChanges | None = None
 
 
 class Shutdown:
@@ -67,7 +78,12 @@ class _Server(uvicorn.Server):
 
 
 def run_server(
-    config: ServerConfig, registry: Registry, spawn: Spawn, *, hooks: Hooks | None = None
+    config: ServerConfig,
+    registry: Registry,
+    spawn: Spawn,
+    *,
+    hooks: Hooks | None = None,
+    changes: RuntimeChanges | None = None,
 ) -> int:
     """Serve until a signal; the exit status.
 
@@ -76,7 +92,8 @@ def run_server(
     """
     listener = bind(config.host, config.port)
     with listener:
-        return asyncio.run(_main(config, registry, spawn, hooks or Hooks(), listener))
+        served = Served(config, registry, spawn, changes)
+        return asyncio.run(_main(served, hooks or Hooks(), listener))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -102,37 +119,26 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _main(
-    config: ServerConfig,
-    registry: Registry,
-    spawn: Spawn,
-    hooks: Hooks,
-    listener: socket.socket,
-) -> int:
+async def _main(served: Served, hooks: Hooks, listener: socket.socket) -> int:
     shutdown = Shutdown()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, shutdown.request, signum)
-    return await serve(config, registry, spawn, listener, shutdown, hooks)
+    return await serve(served, listener, shutdown, hooks)
 
 
-async def serve(
-    config: ServerConfig,
-    registry: Registry,
-    spawn: Spawn,
-    listener: socket.socket,
-    shutdown: Shutdown,
-    hooks: Hooks,
-) -> int:
+async def serve(served: Served, listener: socket.socket, shutdown: Shutdown, hooks: Hooks) -> int:
     """`run_server` on a running event loop, with the caller's shutdown."""
-    client = EngineClient(spawn, max_sequences=config.limits.max_sequences)
-    front = Front(config, registry, client)
+    config = served.config
+    client = EngineClient(served.spawn, max_sequences=config.limits.max_sequences)
+    front = Front(config, served.registry, client, served.changes)
     url = f"http://{_shown(config.host, listener.getsockname()[1])}"
     client.on_progress.append(hooks.progress)
     client.on_ready.append(lambda ready: hooks.ready(ready, url))
     server = _server(front)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     client.start()
+    front.start()
     hooks.listening(url)
     try:
         status = await _live(client, shutdown, config.drain_s, hooks, serving)
@@ -140,7 +146,7 @@ async def serve(
         await client.stop()
         server.should_exit = True
         await serving
-        front.pool.shutdown(wait=False, cancel_futures=True)
+        front.close()
     return status
 
 

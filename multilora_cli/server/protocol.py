@@ -20,8 +20,10 @@ from multilora_cli.server.bodies import (
     Generate,
     Message,
 )
+from multilora_cli.units import parse_duration
 
 MAX_DEPTH = 64
+MAX_DURATION_S = 1e8  # as in the fleet file
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as everywhere
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 _PLACE = re.compile(r"(?P<problem>.*?)(?: - at `(?:key in )?\$(?P<path>.*)`)?", re.DOTALL)
@@ -171,6 +173,21 @@ def model_not_found(model: str) -> RequestError:
     return RequestError(
         f"The model{shown} does not exist.", status=404, code="model_not_found", param="model"
     )
+
+
+def duration(value: float | str | None, param: str) -> float | None:
+    """Seconds of a field that takes a number or `1h`. Raises RequestError."""
+    if value is None:
+        return None
+    try:
+        seconds = parse_duration(value) if isinstance(value, str) else value
+    except ValueError:
+        raise RequestError(
+            f"{param}: expected seconds, or a number with ms, s, m, h or d", param=param
+        ) from None
+    if not 0 < seconds <= MAX_DURATION_S:
+        raise RequestError(f"{param}: expected more than 0 and at most 10^8 s", param=param)
+    return seconds
 
 
 def prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:

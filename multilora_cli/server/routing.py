@@ -116,8 +116,8 @@ def error_response(error: RequestError) -> Response:
     )
 
 
-async def read_body(request: Request, limits: ServerLimits) -> bytes:
-    """The whole body, within size and time. Raises RequestError."""
+async def read_body(request: Request, limits: ServerLimits, max_bytes: int) -> bytes:
+    """The whole body, at most `max_bytes`, in time. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != JSON or request.headers.get("content-encoding", "identity") != "identity":
         raise RequestError(
@@ -126,15 +126,15 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
             code="unsupported_media_type",
         )
     length = request.headers.get("content-length", "0")
-    if not length.isascii() or not length.isdigit() or int(length[:20]) > limits.max_body_bytes:
-        raise _too_large(limits)
+    if not length.isascii() or not length.isdigit() or int(length[:20]) > max_bytes:
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
                 body += part
-                if len(body) > limits.max_body_bytes:
-                    raise _too_large(limits)
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
     except TimeoutError:
         raise RequestError(
             f"the body did not arrive within {limits.body_s:g} s",
@@ -145,9 +145,9 @@ async def read_body(request: Request, limits: ServerLimits) -> bytes:
     return bytes(body)
 
 
-def _too_large(limits: ServerLimits) -> RequestError:
+def _too_large(max_bytes: int) -> RequestError:
     return RequestError(
-        f"the body is larger than {limits.max_body_bytes} bytes",
+        f"the body is larger than {max_bytes} bytes",
         status=413,
         code="request_too_large",
     )

@@ -23,7 +23,7 @@ def signature_fleet(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "memory: {device: cpu, device_bytes: 64MiB}\n"
         "limits: {max_num_seqs: 64, max_num_batched_tokens: 512}\n"
         "adapters: [{folder: ./adapters/*}]\n"
-        "server: {port: 0, adapter_roots: [., ./adapters, ./spare]}\n"
+        "server: {port: 0, adapter_roots: [., ./adapters, ./spare], state_file: off}\n"
     )
     return fleet
 

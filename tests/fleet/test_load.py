@@ -265,9 +265,12 @@ def test_schema_is_json_and_names_every_key() -> None:
 
 
 def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
+    text = B
+    text += "adapters: [{name: a, source: x, tokenizer: adapter, chat_template: adapter}]\n"
     with pytest.raises(FleetError) as caught:
-        check_served(load(tmp_path, GOOD))
+        check_served(load(tmp_path, text))
     message = caught.value.message
-    assert "adapters.0.ttl: not yet" in message
-    assert "adapters.2.pattern: not yet" in message
+    for field in ("tokenizer", "chat_template"):
+        assert f"adapters.0.{field}: not yet" in message
+    check_served(load(tmp_path, GOOD))
     check_served(load(tmp_path, B + "adapters: [{name: a, source: ./x, pin: hot}]\n"))

@@ -12,7 +12,7 @@ import pytest
 
 from multilora_cli.server.app import Front, create_app
 from multilora_cli.server.client import EngineClient
-from multilora_cli.server.launch import Hooks, Shutdown, bind, serve
+from multilora_cli.server.launch import Hooks, Served, Shutdown, bind, serve
 from tests.fakes import Behaviour, Spawner, tiny_config, tiny_registry
 
 
@@ -23,8 +23,10 @@ class Server:
         self.spawner = spawner
         self.folder = folder
         names = changes.pop("names", ("upper", "acme/legal"))
+        self.changes = changes.pop("changes", None)
+        registry = changes.pop("registry", None)
         self.config = tiny_config(folder, **changes)
-        self.registry = tiny_registry(folder, names)
+        self.registry = registry or tiny_registry(folder, names)
         self.url = ""
         self.status: int | None = None
         self.error: BaseException | None = None
@@ -66,9 +68,8 @@ class Server:
             self._loop = asyncio.get_running_loop()
             hooks = Hooks(listening=self._listening, ready=lambda *_: self._ready.set())
             with bind(self.config.host, self.config.port) as listener:
-                return await serve(
-                    self.config, self.registry, self.spawner, listener, self._shutdown, hooks
-                )
+                served = Served(self.config, self.registry, self.spawner, self.changes)
+                return await serve(served, listener, self._shutdown, hooks)
 
         try:
             self.status = asyncio.run(main())
@@ -119,12 +120,13 @@ class InProcess:
     def __init__(self, folder: Path, *behaviours: Behaviour, **changes: Any) -> None:
         self.spawner = Spawner(*behaviours)
         names = changes.pop("names", ("upper", "acme/legal"))
+        self.changes = changes.pop("changes", None)
         self.config = tiny_config(folder, **changes)
         self.registry = tiny_registry(folder, names)
 
     async def __aenter__(self) -> "InProcess":
         self.client = EngineClient(self.spawner)
-        self.front = Front(self.config, self.registry, self.client)
+        self.front = Front(self.config, self.registry, self.client, self.changes)
         self.app = create_app(self.front)
         self.client.start()
         await self.client.wait_ready()
@@ -135,7 +137,7 @@ class InProcess:
     async def __aexit__(self, *_: object) -> None:
         await self.http.aclose()
         await self.client.stop()
-        self.front.pool.shutdown()
+        self.front.close()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ GOLDEN = {
     "POST /v1/unload_lora_adapter": "admin",
     "POST /v1/adapters/{name:path}/warm": "admin",
     "POST /v1/adapters/{name:path}/evict": "admin",
+    "POST /v1/fleet": "admin",
     "POST /tokenize": "tenant",
     "POST /detokenize": "tenant",
     "GET /health": "public",

@@ -42,7 +42,7 @@ def parse_hub(text: str) -> Address:
     if not good or _REVISION.fullmatch(revision) is None or ".." in text:
         raise AdapterError(
             f"source {quoted(f'hf:{text}')}: expected hf://org/name or hf://org/name@revision",
-            reason="source",
+            reason="address",
         )
     return Address(
         spec=f"hf://{name}@{revision}",

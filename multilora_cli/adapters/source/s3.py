@@ -47,7 +47,7 @@ def parse_s3(text: str) -> Address:
         raise AdapterError(
             "source s3:...: expected s3://bucket/prefix/ and nothing else; keys are given in"
             " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-            reason="source",
+            reason="address",
         )
     endpoint = _endpoint(bucket)
     host = endpoint.partition("://")[2].rpartition("@")[2].partition("/")[0]

@@ -1,0 +1,119 @@
+"""What a name of the registry is asked to stand for, and the version it stands for."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from multilora_cli.adapters.peft import AdapterFile
+from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.sizing.geometry import ModelGeometry
+
+Pin = Literal["hot", "warm"]
+Outcome = Literal["added", "replaced", "unchanged"]
+# fleet: the file names it; api: an operator loaded it from a folder; pattern: a request asked for
+# it, and a pattern of the file says where such names are.
+Via = Literal["fleet", "api", "pattern"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRequest:
+    """An adapter as a fleet file or an operator names it."""
+
+    name: str
+    source: str  # folder, demo:NAME, dummy:..., hf://... or s3://...
+    pin: Pin | None = None
+    priority: int = 0
+    digest: str | None = None  # sha256 hex or sha256:hex; anything else is refused
+    ttl: float | None = None  # seconds; back to cold, unpinned, when unused that long
+    via: Via = "fleet"
+
+    def fingerprint(self) -> str:
+        """The same for two requests that ask for the same, under whatever name (sha256:hex)."""
+        fields = (self.source, self.pin, self.priority, self.digest, self.ttl)
+        return f"sha256:{hashlib.sha256(json.dumps(fields).encode()).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterEntry:
+    """One name and the version it stands for. Times are seconds since the epoch."""
+
+    request: AdapterRequest
+    path: str  # folder that was read; empty where it could not be resolved
+    generation: int
+    registered_at: float
+    files: tuple[tuple[int, int, int, int, int], ...] = ()  # FileIdentity.key of each file
+    digest: str | None = None  # sha256 hex; None until it is first needed
+    rank: int = 0  # the largest of any module
+    modules: tuple[str, ...] = ()
+    num_bound: int = 0  # adapted (layer, module) pairs
+    num_bytes: int = 0  # of all factors in the compute dtype, nothing padded
+    base_model_name: str | None = None
+    notes: tuple[str, ...] = ()
+    state: Literal["ready", "failed"] = "ready"
+    detail: str = ""  # why it failed
+    failed_at: float = 0.0
+    attempts: int = 0  # that failed in a row
+    retry_at: float | None = None  # monotonic; None: not before somebody asks for it
+
+    @property
+    def name(self) -> str:
+        """How requests name it."""
+        return self.request.name
+
+    @property
+    def source(self) -> str:
+        """Where it comes from."""
+        return self.request.source
+
+    @property
+    def pin(self) -> Pin | None:
+        """Where it is kept."""
+        return self.request.pin
+
+    @property
+    def priority(self) -> int:
+        """Evicted later when higher."""
+        return self.request.priority
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A version that was read and may take its name; nothing stands for it yet."""
+
+    entry: AdapterEntry
+    previous: AdapterEntry | None  # what the name stands for now
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What a registration did."""
+
+    entry: AdapterEntry
+    outcome: Outcome
+    previous: AdapterEntry | None = None  # the version that was replaced
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBase:
+    """The base that all adapters of a registry belong to."""
+
+    geometry: ModelGeometry
+    name: str  # how requests name it; no adapter may take it
+    max_rank: int = 512  # larger adapters are refused
+    itemsize: int = 2  # bytes per weight in the compute dtype
+    folder: Path | None = None  # its files, to compare copies that PEFT put into an adapter
+    model: str | None = None  # Hub id or folder, to note adapters that name another base
+
+    def notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
+        """A warning where the adapter names a base whose last part differs from this one's."""
+        made_for = adapter.base_model_name
+        if not made_for or not self.model or _last_part(made_for) == _last_part(self.model):
+            return ()
+        return (f"made for {quoted(made_for)}, served on {quoted(self.model)}: shapes fit",)
+
+
+def _last_part(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2].lower()

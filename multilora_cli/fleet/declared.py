@@ -1,0 +1,43 @@
+"""What a fleet file declares, in one form for start, `mlora diff` and `mlora apply`."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from multilora_cli.fleet.expand import expand_adapters
+from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.pattern import NamePattern
+from multilora_cli.fleet.schema import Adapter, AdapterPattern
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+def declared_adapters(loaded: LoadedFleet) -> list[Adapter]:
+    """Every adapter that the file names, locked, its folder absolute. Raises FleetError."""
+    return [_absolute(adapter, loaded.folder) for adapter in expand_adapters(loaded)]
+
+
+def declared_patterns(loaded: LoadedFleet) -> tuple[NamePattern, ...]:
+    """The name patterns, in the order of the file, their folders absolute."""
+    return tuple(
+        entry.compiled.relative_to(loaded.folder)
+        for entry in loaded.fleet.adapters
+        if isinstance(entry, AdapterPattern)
+    )
+
+
+def declared_settings(loaded: LoadedFleet) -> dict[str, Any]:
+    """Everything but the adapters, by `section.key`: what a running server cannot change."""
+    settings = {}
+    for section in ("base", "memory", "limits", "server", "verify"):
+        for key, value in getattr(loaded.fleet, section).model_dump(mode="json").items():
+            settings[f"{section}.{key}"] = value
+    return settings
+
+
+def _absolute(adapter: Adapter, folder: Path) -> Adapter:
+    if _SCHEME.match(adapter.source):
+        return adapter
+    path = folder.absolute() / Path(adapter.source).expanduser()
+    return adapter.model_copy(update={"source": os.path.normpath(path)})

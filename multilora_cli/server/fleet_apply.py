@@ -1,0 +1,256 @@
+"""A running server and a changed fleet file: what differs, and how the one becomes the other.
+
+Everything new is read and judged first; then all names change in one step, or none does. What the
+file says as before is not touched, what operators changed about it included.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest, Candidate
+from multilora_cli.adapters.source import is_remote
+from multilora_cli.errors import AdapterError, MloraError, RequestError
+from multilora_cli.fleet.pattern import NamePattern
+from multilora_cli.server.adapters import Adapters
+from multilora_cli.server.bodies import FleetBody
+from multilora_cli.server.changes import ServedFleet, by_name
+from multilora_cli.server.names import covering
+
+_MADE_HERE = ("demo:", "dummy:")
+_SHOWN = 5  # problems told in one message
+_PARALLEL = 8
+_FIELDS = ("source", "pin", "ttl", "priority", "digest")
+_IGNORED = "verify."  # of no concern to a server
+
+
+@dataclass
+class _Plan:
+    """What a file changes."""
+
+    fleet: ServedFleet  # as it will be
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    restart: list[dict[str, Any]] = field(default_factory=list)
+    wanted: list[AdapterRequest] = field(default_factory=list)  # added or changed
+    gone: list[AdapterEntry] = field(default_factory=list)
+
+
+class FleetApply:
+    """`mlora diff` and `mlora apply`, on the server's side."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._one = asyncio.Lock()
+
+    async def apply(self, body: FleetBody) -> dict[str, Any]:
+        """Say what differs and, unless `dry_run`, serve the file. Raises RequestError.
+
+        Nothing is changed where anything is refused.
+        """
+        async with self._one:
+            plan = self._plan(body)
+            if not body.dry_run:
+                _refuse_restart(plan.restart)
+                await self._carry_out(plan)
+            changes = self._adapters.changes
+            return {
+                "object": "fleet_diff",
+                "fleet": changes.fleet.path,
+                "changes": plan.rows,
+                "restart": plan.restart,
+                "runtime": sorted(changes.names - {row["name"] for row in plan.rows}),
+                "applied": not body.dry_run,
+            }
+
+    # ---- what differs
+
+    def _plan(self, body: FleetBody) -> _Plan:
+        changes, registry = self._adapters.changes, self._adapters.registry
+        running = changes.fleet
+        requests = _requests(body)
+        patterns = _patterns(body)
+        plan = _Plan(
+            fleet=replace(
+                running, written=dict(body.settings), requests=requests, patterns=patterns
+            ),
+            restart=list(_restart(running, body.settings)),
+        )
+        for name in dict.fromkeys((*running.requests, *requests)):
+            old, new = running.requests.get(name), requests.get(name)
+            if old == new:
+                continue
+            plan.rows.append(_row("adapter", name, old, new))
+            entry = registry.get(name)
+            if new is not None:
+                plan.wanted.append(new)
+            elif entry is not None:
+                plan.gone.append(entry)
+        plan.rows += _pattern_rows(running.patterns, patterns)
+        plan.gone += self._uncovered(plan.fleet)
+        return plan
+
+    def _uncovered(self, fleet: ServedFleet) -> Iterator[AdapterEntry]:
+        """Names that a pattern found, where the patterns say something else now."""
+        for entry in self._adapters.registry.entries():
+            if entry.request.via == "pattern" and entry.name not in fleet.requests:
+                covered = covering(fleet.patterns, entry.name)
+                if covered is None or covered[1] != entry.source:
+                    yield entry
+
+    # ---- how it is done
+
+    async def _carry_out(self, plan: _Plan) -> None:
+        adapters = self._adapters
+        candidates = await self._read(plan)
+        try:
+            done = adapters.registry.enter(candidates, plan.gone)
+        except AdapterError as error:
+            self._discard(candidates)
+            raise _refused([error.message], hint=error.hint) from None
+        adapters.names.replace_patterns(plan.fleet.patterns)
+        adapters.changes.declare(plan.fleet)
+        left = [entry.digest for entry in plan.gone]
+        for entry in plan.gone:
+            adapters.forgotten(entry.name)
+        for candidate, registered in zip(candidates, done, strict=True):
+            before, now = candidate.previous, registered.entry
+            if before is not None and before.digest != now.digest:
+                left.append(before.digest)
+            elif before is not None and before.pin and not now.pin:
+                adapters.background(adapters.unpin(now))
+        await asyncio.gather(*map(adapters.free, left))
+        adapters.background(adapters.pin([r.entry for r in done if r.entry.pin is not None]))
+        await adapters.changes.save()
+
+    async def _read(self, plan: _Plan) -> list[Candidate]:
+        """Everything new, read; where it replaces what is served, by the engine too."""
+        slots = asyncio.Semaphore(_PARALLEL)
+        self._adapters.client.check_admission()
+
+        async def read(request: AdapterRequest) -> Candidate | str:
+            async with slots:
+                try:
+                    return await self._candidate(request)
+                except MloraError as error:
+                    return f"adapter {request.name}: {error.message}"
+
+        found = await asyncio.gather(*map(read, plan.wanted))
+        problems = [item for item in found if isinstance(item, str)]
+        candidates = [item for item in found if not isinstance(item, str)]
+        if problems:
+            self._discard(candidates)
+            raise _refused(problems)
+        return candidates
+
+    async def _candidate(self, request: AdapterRequest) -> Candidate:
+        adapters, registry = self._adapters, self._adapters.registry
+        entry = registry.get(request.name)
+        if entry is not None and _stays(entry, request):
+            return Candidate(replace(entry, request=request), entry, "unchanged")
+        known = {old.source for old in adapters.changes.fleet.requests.values()}
+        is_folder = not is_remote(request.source) and not request.source.startswith(_MADE_HERE)
+        if is_folder and request.source not in known:
+            registry.check_root(request.source)
+        serves = entry is not None and entry.state == "ready"
+        candidate = await adapters.in_thread(
+            lambda: registry.candidate(request, replacing=True, digested=serves)
+        )
+        before = candidate.previous
+        if serves and before is not None and before.digest != candidate.entry.digest:
+            await adapters.verify(candidate)
+        return candidate
+
+    def _discard(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            if candidate.outcome != "unchanged":
+                self._adapters.registry.discard(candidate)
+                self._adapters.background(self._adapters.free(candidate.entry.digest))
+
+
+def _stays(entry: AdapterEntry, request: AdapterRequest) -> bool:
+    """Whether the version that is served is what the file asks for, kept in another way."""
+    digest = f"sha256:{entry.digest}" if entry.digest else None
+    return (
+        entry.state == "ready"
+        and entry.source == request.source
+        and request.digest in (None, digest)
+    )
+
+
+def _requests(body: FleetBody) -> dict[str, AdapterRequest]:
+    seen: set[str] = set()
+    requests = []
+    for adapter in body.adapters:
+        if adapter.name.lower() in seen:
+            raise RequestError("adapters: one name is given twice", param="adapters")
+        seen.add(adapter.name.lower())
+        requests.append(
+            AdapterRequest(
+                name=adapter.name,
+                source=adapter.source,
+                pin=adapter.pin,
+                priority=adapter.priority,
+                digest=adapter.digest,
+                ttl=adapter.ttl,
+            )
+        )
+    return by_name(requests)
+
+
+def _patterns(body: FleetBody) -> tuple[NamePattern, ...]:
+    try:
+        return tuple(NamePattern(p.pattern, p.source, p.priority, p.ttl) for p in body.patterns)
+    except ValueError as error:
+        raise RequestError(f"patterns: {error}", param="patterns") from None
+
+
+def _row(kind: str, name: str, old: Any, new: Any) -> dict[str, Any]:
+    """One difference; `fields` are those that differ, as the server has them and as the file."""
+    change = "added" if old is None else "removed" if new is None else "changed"
+    fields = {}
+    for key in _FIELDS:
+        before, after = getattr(old, key, None), getattr(new, key, None)
+        if before != after:
+            fields[key] = {"running": before, "file": after}
+    return {"kind": kind, "name": name, "change": change, "fields": fields}
+
+
+def _pattern_rows(
+    old: tuple[NamePattern, ...], new: tuple[NamePattern, ...]
+) -> Iterator[dict[str, Any]]:
+    if old == new:
+        return
+    before, after = ({p.pattern: p for p in patterns} for patterns in (old, new))
+    rows = [
+        _row("pattern", text, before.get(text), after.get(text))
+        for text in dict.fromkeys((*before, *after))
+        if before.get(text) != after.get(text)
+    ]
+    order = {"order": {"running": [p.pattern for p in old], "file": [p.pattern for p in new]}}
+    yield from rows or [{"kind": "pattern", "name": "*", "change": "changed", "fields": order}]
+
+
+def _restart(running: ServedFleet, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Settings in which the file differs both from what is served and from what it said."""
+    for key in sorted({*running.written, *settings}):
+        served, written = running.settings.get(key), running.written.get(key)
+        if settings.get(key) not in (served, written) and not key.startswith(_IGNORED):
+            yield {"key": key, "running": served, "file": settings.get(key)}
+
+
+def _refuse_restart(restart: list[dict[str, Any]]) -> None:
+    if restart:
+        keys = ", ".join(str(row["key"])[:80] for row in restart[:_SHOWN])
+        raise RequestError(
+            f"{keys}: cannot change while the server runs; nothing was changed: restart it",
+            code="restart_needed",
+            param=str(restart[0]["key"])[:80],
+        )
+
+
+def _refused(problems: list[str], hint: str | None = None) -> RequestError:
+    shown = "; ".join(problems[:_SHOWN])
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    end = f" ({hint})" if hint else ""
+    return RequestError(f"nothing was changed: {shown}{more}{end}", code="fleet_refused")
