@@ -63,6 +63,8 @@ def quantise_awq(source: Path, output: Path, how: AwqSettings, report: Report) -
 
 def _auto_round(source: Path, folder: Path, group: int, how: AwqSettings) -> None:
     library, transformers = _extra("auto_round"), _extra("transformers")
+    # Without steps it would still search for ranges; what remains is round to nearest.
+    plain = {"disable_opt_rtn": True} if how.iterations == 0 else {}
     job = library.AutoRound(
         transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto"),
         transformers.AutoTokenizer.from_pretrained(source),
@@ -70,12 +72,11 @@ def _auto_round(source: Path, folder: Path, group: int, how: AwqSettings) -> Non
         group_size=group,
         sym=False,
         iters=how.iterations,
-        # Without steps it would still search for ranges; what remains is round to nearest.
-        disable_opt_rtn=how.iterations == 0,
         dataset=[torch.tensor([window]) for window in how.windows],
         nsamples=len(how.windows),
         seqlen=len(how.windows[0]),
         enable_torch_compile=False,  # it would need a C++ compiler on a CPU
+        **plain,
     )
     job.quantize()
     job.save_quantized(output_dir=str(folder), format="auto_awq", inplace=True)

@@ -32,6 +32,17 @@ def test_mean_of_every_token(tmp_path: Path, length: int) -> None:
     assert done[-1] == ("text", length - 1, length - 1)
 
 
+def test_a_kv_cache_in_fp8(tmp_path: Path) -> None:
+    """Rounded keys and values move it, a little."""
+    model = tiny.make_model("llama", gain=0.7)
+    folder = tiny.save_model(model, tmp_path)
+    tokens = random_prompts([200], tiny.VOCAB)[0]
+    plain, rounded = (
+        base_perplexity(folder, tokens, lambda *report: None, kv) for kv in ("auto", "fp8")
+    )
+    assert 1e-6 < abs(rounded / plain - 1) < 0.05
+
+
 def test_too_short_a_text(tmp_path: Path) -> None:
     folder = tiny.save_model(tiny.make_model("llama"), tmp_path)
     with pytest.raises(BadInput, match="1 tokens"):
