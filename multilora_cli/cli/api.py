@@ -8,9 +8,11 @@ from urllib.parse import quote
 
 import httpx
 
-from multilora_cli.errors import BadInput, MloraError, Unreachable
+from multilora_cli.errors import BadInput, MloraError, Refused, Unreachable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+# The request was good and the answer is no.
+_REFUSALS = frozenset({"adapter_refused", "fleet_refused", "restart_needed"})
 # Reading waits as long as a queue may: the server itself bounds every request.
 _TIMEOUT = httpx.Timeout(10.0, read=620.0)
 
@@ -66,10 +68,12 @@ class Api:
             raise _error_of(response.status_code, response.content)
         return response.json()
 
-    async def warm(self, name: str, *, hot: bool, pin: bool) -> dict[str, Any]:
-        """Bring an adapter up a step; its row."""
+    async def warm(
+        self, name: str, *, hot: bool, pin: bool, ttl: float | None = None
+    ) -> dict[str, Any]:
+        """Bring an adapter up a step; its row. `ttl`: seconds."""
         path = f"/v1/adapters/{_segment(name)}/warm"
-        row: dict[str, Any] = await self.post(path, {"hot": hot, "pin": pin})
+        row: dict[str, Any] = await self.post(path, {"hot": hot, "pin": pin, "ttl": ttl})
         return row
 
     async def evict(self, name: str, *, cold: bool, unpin: bool) -> dict[str, Any]:
@@ -77,6 +81,11 @@ class Api:
         path = f"/v1/adapters/{_segment(name)}/evict"
         row: dict[str, Any] = await self.post(path, {"cold": cold, "unpin": unpin})
         return row
+
+    async def fleet(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What a fleet differs in from the one served, and, unless a dry run, serve it."""
+        report: dict[str, Any] = await self.post("/v1/fleet", body)
+        return report
 
     async def models(self) -> list[dict[str, Any]]:
         """The cards of /v1/models: the base first, then its adapters."""
@@ -133,9 +142,12 @@ def _segment(name: str) -> str:
 
 def _error_of(status: int, body: bytes) -> MloraError:
     try:
-        message = str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        message, code = str(error["message"]), error["code"]
     except (ValueError, KeyError, TypeError):
-        message = f"the server answered {status}"
+        message, code = f"the server answered {status}", None
+    if code in _REFUSALS:
+        return Refused(message)
     if status in (401, 403):
         return BadInput(message, hint="give a key: --api-key or MLORA_API_KEY")
     return Unreachable(message) if status >= 500 else BadInput(message)

@@ -11,8 +11,10 @@ from typer.core import TyperGroup
 
 from multilora_cli import __version__
 from multilora_cli.cli import (
+    apply,
     bench,
     chat,
+    diff,
     listing,
     lock,
     plan,
@@ -77,6 +79,8 @@ app.command("schema", rich_help_panel=BEFORE)(schema.schema)
 app.command("serve", rich_help_panel=RUN)(serve.serve)
 app.command("chat", rich_help_panel=RUN)(chat.chat)
 app.command("list", rich_help_panel=OPERATE)(listing.list_adapters)
+app.command("diff", rich_help_panel=OPERATE)(diff.diff)
+app.command("apply", rich_help_panel=OPERATE)(apply.apply)
 app.command("warm", rich_help_panel=OPERATE)(tiers.warm)
 app.command("evict", rich_help_panel=OPERATE)(tiers.evict)
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)

@@ -160,8 +160,19 @@ def plan_request(
         available_bytes=_available(loaded, card, geometry, quantization, itemsize),
         gpu=card,
         adapters=tuple(shapes),
-        notes=notes,
+        notes=notes if assume else (*notes, *_uncounted(loaded)),
     )
+
+
+def _uncounted(loaded: "LoadedFleet") -> "Iterator[str]":
+    """What the file allows without naming it: nobody knows how many there will be."""
+    from multilora_cli.fleet.declared import declared_patterns
+
+    for pattern in declared_patterns(loaded):
+        yield (
+            f"pattern {pattern.pattern}: its adapters are not known before they are asked for, and"
+            " not counted; --assume rank=16,targets=attention,count=200 plans for some"
+        )
 
 
 def _quantization(

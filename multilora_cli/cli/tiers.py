@@ -13,7 +13,11 @@ from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietO
 if TYPE_CHECKING:
     from multilora_cli.cli.api import Api
 
-Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="Names, or globs: 'acme/*'.")]
+Names = Annotated[
+    list[str],
+    typer.Argument(metavar="NAME...", help="Names, folders (acme/) or globs ('acme/*')."),
+]
+_PARALLEL = 8
 Move = Callable[["Api", str], Awaitable[dict[str, Any]]]
 
 
@@ -23,6 +27,12 @@ def warm(
         bool, typer.Option("--hot", help="To the device, not only host memory.")
     ] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Keep it there.")] = False,
+    ttl: Annotated[
+        str | None,
+        typer.Option(
+            metavar="1h", help="Unpin it and take it back to cold once it was unused that long."
+        ),
+    ] = None,
     url: UrlOption = None,
     fleet: FleetOption = None,
     api_key: KeyOption = None,
@@ -31,16 +41,22 @@ def warm(
 ) -> None:
     """Load adapters before anybody asks for them.
 
-    Example: mlora warm 'acme/*' --hot
+    Example: mlora warm 'acme/*' --hot --pin --ttl 1h
     """
+    from multilora_cli.units import format_duration
+
     console = Console(as_json=as_json, quiet=quiet)
-    move: Move = lambda api, name: api.warm(name, hot=hot, pin=pin)  # noqa: E731
-    rows = asyncio.run(_move(console, names, (url, fleet, api_key), "warming", move))
-    for row in rows:
+    seconds = _seconds(ttl)
+    move: Move = lambda api, name: api.warm(name, hot=hot, pin=pin, ttl=seconds)  # noqa: E731
+
+    def told(row: dict[str, Any]) -> str:
         size = f"{row['pages']} pages" if row["tier"] == "hot" else "in host memory"
         pinned = ", pinned" if row["pinned"] else ""
-        console.line(f"{row['id']}: {row['tier']}, {size}{pinned}")
-    console.value(rows)
+        ttl_s = row.get("ttl_s")
+        kept = f", until unused for {format_duration(ttl_s)}" if ttl_s else ""
+        return f"{row['id']}: {row['tier']}, {size}{pinned}{kept}"
+
+    asyncio.run(_move(console, names, (url, fleet, api_key), "warming", (move, told)))
 
 
 def evict(
@@ -61,48 +77,99 @@ def evict(
 
     console = Console(as_json=as_json, quiet=quiet)
     move: Move = lambda api, name: api.evict(name, cold=cold, unpin=unpin)  # noqa: E731
-    rows = asyncio.run(_move(console, names, (url, fleet, api_key), "evicting", move))
-    for row in rows:
+
+    def told(row: dict[str, Any]) -> str:
         host = format_size(int(row["freed_host_bytes"]))
-        console.line(f"{row['id']}: {row['tier']}, {row['freed_pages']} pages and {host} freed")
-    console.value(rows)
+        return f"{row['id']}: {row['tier']}, {row['freed_pages']} pages and {host} freed"
+
+    asyncio.run(_move(console, names, (url, fleet, api_key), "evicting", (move, told)))
 
 
 async def _move(
-    console: Console, patterns: Sequence[str], server: Any, title: str, move: Move
-) -> list[dict[str, Any]]:
-    """Move every adapter that a pattern names, one after another. Raises MloraError at the end.
+    console: Console,
+    patterns: Sequence[str],
+    server: Any,
+    title: str,
+    how: tuple[Move, Callable[[dict[str, Any]], str]],
+) -> None:
+    """Move every adapter that a pattern names, several at a time, and say where each is then.
 
-    A failure leaves the others be: all are tried, then the failures are told together.
+    A failure leaves the others be: all are tried, then the failures are raised together.
     """
     from multilora_cli.cli.api import Api, server_url
     from multilora_cli.errors import MloraError
 
     url, fleet, api_key = server
-    rows, faults = [], []
+    move, told = how
+    slots = asyncio.Semaphore(_PARALLEL)
     async with Api(server_url(url, fleet), api_key) as api:
-        names = _matching(patterns, [str(row["id"]) for row in await api.adapters()])
-        with console.progress(title) as phases:
-            for done, name in enumerate(names):
-                phases.update(title, done, len(names))
+
+        async def one(name: str) -> dict[str, Any] | MloraError:
+            async with slots:
                 try:
-                    rows.append(await move(api, name))
+                    return await move(api, name)
                 except MloraError as error:
-                    faults.append(error)
-            phases.update(title, len(names), len(names))
+                    error.message = _naming(name, error.message)
+                    return error
+                finally:
+                    done.append(name)
+                    phases.update(title, len(done), len(names))
+
+        names = _matching(patterns, await _known(api, patterns))
+        done: list[str] = []
+        with console.progress(title) as phases:
+            results = await asyncio.gather(*map(one, names))
+    rows = [result for result in results if not isinstance(result, MloraError)]
+    for row in rows:
+        console.line(told(row))
+    console.value(rows)
+    faults = [result for result in results if isinstance(result, MloraError)]
     if faults:
         raise type(faults[0])("\n".join(fault.message for fault in faults))
-    return rows
+
+
+def _naming(name: str, message: str) -> str:
+    return message if name in message else f"adapter {name}: {message}"
+
+
+async def _known(api: "Api", patterns: Sequence[str]) -> list[str]:
+    """Names that globs and folders may stand for; names as such need none."""
+    if not any(map(_is_open, patterns)):
+        return []
+    return [str(row["id"]) for row in await api.adapters()]
+
+
+def _is_open(pattern: str) -> bool:
+    """Whether it stands for names instead of being one."""
+    return pattern.endswith("/") or any(sign in pattern for sign in "*?[")
 
 
 def _matching(patterns: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Known names that a pattern names, in the order given. Raises BadInput where one has none."""
+    """Names in the order given, each once; one that is no glob or folder is left to the server.
+
+    Raises BadInput where a glob or folder has none.
+    """
     from multilora_cli.errors import BadInput
 
     found: dict[str, None] = {}
     for pattern in patterns:
-        matches = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
+        if not _is_open(pattern):
+            found[pattern] = None
+            continue
+        glob = f"{pattern}*" if pattern.endswith("/") else pattern
+        matches = [name for name in known if fnmatchcase(name, glob)]
         if not matches:
             raise BadInput(f"no adapter is called {pattern}", hint="mlora list shows the names")
         found.update(dict.fromkeys(matches))
     return list(found)
+
+
+def _seconds(ttl: str | None) -> float | None:
+    """Raises BadInput."""
+    from multilora_cli.errors import BadInput
+    from multilora_cli.units import parse_duration
+
+    try:
+        return None if ttl is None else parse_duration(ttl)
+    except ValueError as error:
+        raise BadInput(f"--ttl: {error}") from None

@@ -20,6 +20,7 @@ from multilora_cli.server.names import covering
 
 _MADE_HERE = ("demo:", "dummy:")
 _SHOWN = 5  # problems told in one message
+_SHOWN_CHARS = 200  # of each
 _PARALLEL = 8
 _FIELDS = ("source", "pin", "ttl", "priority", "digest")
 _IGNORED = "verify."  # of no concern to a server
@@ -241,9 +242,14 @@ def _restart(running: ServedFleet, settings: Mapping[str, Any]) -> Iterator[dict
 
 def _refuse_restart(restart: list[dict[str, Any]]) -> None:
     if restart:
-        keys = ", ".join(str(row["key"])[:80] for row in restart[:_SHOWN])
+        keys = "; ".join(
+            f"{row['key']}: running {row['running']!r}, the file says {row['file']!r}"[
+                :_SHOWN_CHARS
+            ]
+            for row in restart[:_SHOWN]
+        )
         raise RequestError(
-            f"{keys}: cannot change while the server runs; nothing was changed: restart it",
+            f"nothing was changed: a restart is needed for {keys}",
             code="restart_needed",
             param=str(restart[0]["key"])[:80],
         )

@@ -13,7 +13,20 @@ from multilora_cli.cli.app import app
 
 runner = CliRunner()
 REPOSITORY = Path(__file__).parents[2]
-COMMANDS = ("plan", "schema", "lock", "quantize", "serve", "chat", "list", "warm", "evict", "bench")
+COMMANDS = (
+    "plan",
+    "schema",
+    "lock",
+    "quantize",
+    "serve",
+    "chat",
+    "list",
+    "diff",
+    "apply",
+    "warm",
+    "evict",
+    "bench",
+)
 
 
 def imported(*arguments: str) -> set[str]:
