@@ -164,16 +164,16 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
 
 def _memory_lines(ready: "Ready") -> list[str]:
     """Planned beside allocated; a difference above 2 % is said in words."""
+    from multilora_cli.sizing.device import deviations
     from multilora_cli.units import format_size
 
-    lines = []
-    for part, planned in ready.planned.items():
-        got = ready.allocated.get(part)
-        line = f"{part} {format_size(planned)} planned"
-        if got is not None:
-            line += f", {format_size(got)} allocated"
-            if abs(got - planned) > 0.02 * max(planned, 1):
-                line += f" ({got / max(planned, 1) - 1:+.1%}, more than 2 % off)"
+    off, lines = deviations(ready.planned, ready.allocated), []
+    for part in {**ready.planned, **ready.allocated}:
+        line = f"{part} {format_size(ready.planned.get(part, 0))} planned"
+        if part in ready.allocated:
+            line += f", {format_size(ready.allocated[part])} allocated"
+        if part in off:
+            line += f" ({off[part]:+.1%}, more than 2 % off)"
         lines.append(line)
     return lines
 

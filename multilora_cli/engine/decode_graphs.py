@@ -20,6 +20,7 @@ from multilora_cli.layers.context import StepContext
 from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
+from multilora_cli.sizing.budget import graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.staging import Staging
 
@@ -27,8 +28,6 @@ Progress = Callable[[int, int], None]
 Record = Callable[[Callable[[], torch.Tensor]], "tuple[Captured, torch.Tensor]"]
 
 _FIELDS = 5  # tokens, places, positions, slot mapping, sequence lengths
-RANKS = (16, 64)
-"""Ranks that launches are sized for, as far as the engine's highest rank asks for them."""
 
 
 class Captured(Protocol):
@@ -69,7 +68,7 @@ class DecodeGraphs:
         self._builder = builder
         self._row_counts = sorted(row_counts)
         self._max_context = max_context
-        self._ranks = _ranks(max_rank)
+        self._ranks = graph_ranks(max_rank)
         # By rows and rank, 0 without adapters: the graph and the logits that it leaves.
         self._graphs: dict[tuple[int, int], tuple[Captured, torch.Tensor]] = {}
         device = builder.pool.device
@@ -186,9 +185,3 @@ class DecodeGraphs:
         """What the captured step for adapters of up to `rank` is called."""
         sized = self._ranks[1:]
         return next((size for size in sized if size >= rank), sized[-1])
-
-
-def _ranks(max_rank: int) -> tuple[int, ...]:
-    """0 for the base, then the ranks whose launches a fleet of up to `max_rank` needs."""
-    covering = next((rank for rank in RANKS if rank >= max_rank), RANKS[-1])
-    return (0, *(rank for rank in RANKS if rank <= covering))

@@ -8,18 +8,9 @@ import torch
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import BadInput, Refused
 from multilora_cli.models.quantized import base_quantization, placed
-from multilora_cli.sizing.budget import (
-    MemoryPlan,
-    base_bytes,
-    graph_bytes,
-    graph_rows,
-    max_blocks,
-    plan_pool,
-    table_bytes,
-    workspace_bytes,
-)
+from multilora_cli.sizing.budget import MemoryPlan
+from multilora_cli.sizing.device import StepSizes, cut_device
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.units import format_size
 from multilora_kernels.kv_pages import FP8
@@ -93,9 +84,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
     """Cut the device's memory into weights, workspace, tables and pool. Raises MloraError."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    itemsize = dtype.itemsize
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype)
-    page_bytes = kv_page_bytes(geometry, kv_dtype.itemsize)
     quantization = base_quantization(
         Path(config.model_path),
         geometry,
@@ -103,38 +92,28 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         from_files=config.load_format != "dummy",
     )
     quantization = placed(quantization, device, dtype)
-    on_card = device.type == "cuda"
-    weights = base_bytes(geometry, itemsize, quantization).total
-    workspace = workspace_bytes(
-        geometry,
-        itemsize,
+    step = StepSizes(
         config.max_num_batched_tokens,
         config.max_num_seqs,
         config.max_lora_rank,
-        on_card=on_card,
+        config.num_slots,
+        on_card=device.type == "cuda",
+        captured=config.cuda_graphs,
     )
-    rows = graph_rows(config.max_num_seqs) if config.cuda_graphs and on_card else ()
-    graphs = graph_bytes(geometry, itemsize, rows)
     pool = config.pool_bytes
     if pool is None and device.type == "cpu" and config.device_bytes is None:
         pool = min(_CPU_POOL_MAX, free_host_bytes() // _CPU_SHARE)
-    available = _available(config, device) if pool is None else pool + weights + workspace + graphs
-    # The table depends on the pool it serves; without a given one it is counted for all that is
-    # available, which is more.
-    blocks = max_blocks(available if pool is None else pool, page_bytes)
-    tables = table_bytes(geometry, config.num_slots, blocks)
-    if pool is not None:
-        available += tables
-    plan = plan_pool(
+    cut = cut_device(
         geometry,
-        available,
-        kv_itemsize=kv_dtype.itemsize,
-        weights=weights,
-        workspace=workspace,
-        tables=tables,
-        graphs=graphs,
+        quantization,
+        (dtype.itemsize, kv_dtype.itemsize),
+        step,
+        available=_available(config, device) if pool is None else None,
+        pool=pool,
     )
-    return Allocation(device, dtype, kv_dtype, plan, blocks, quantization, rows)
+    return Allocation(
+        device, dtype, kv_dtype, cut.plan, cut.max_blocks, quantization, step.graph_rows
+    )
 
 
 def _available(config: EngineConfig, device: torch.device) -> int:

@@ -22,6 +22,7 @@ _DECODE_SPLITS = 32
 
 # Decode steps that are captured, in rows; a step runs as the next larger one, its spare rows idle.
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_GRAPH_RANKS = (16, 64)
 # What the driver keeps of a captured step: its nodes, and what launching it again needs.
 GRAPH_BYTES_PER_LAYER = 64 * 1024
 GRAPH_BYTES = 2**20
@@ -130,7 +131,7 @@ def workspace_bytes(
     """
     rows = activation_bytes(geometry, itemsize, max_tokens)
     logits = 4 * max_seqs * geometry.vocab_size * 4
-    partials = max_seqs * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
+    partials = partial_bytes(geometry, max_seqs)
     lora = max_tokens * 3 * max_rank * 4
     return rows + logits + lora + (partials if on_card else 0)
 
@@ -141,16 +142,37 @@ def graph_rows(max_seqs: int) -> tuple[int, ...]:
     return tuple(rows for rows in _GRAPH_ROWS if rows <= covering)
 
 
-def graph_bytes(geometry: ModelGeometry, itemsize: int, rows: Sequence[int]) -> int:
+def graph_ranks(max_rank: int) -> tuple[int, ...]:
+    """Ranks that every decode step is captured for, where adapters have up to `max_rank`.
+
+    0 is the step without adapters. The others size launches: higher ranks are walked in turns.
+    """
+    covering = next((rank for rank in _GRAPH_RANKS if rank >= max_rank), _GRAPH_RANKS[-1])
+    return (0, *(rank for rank in _GRAPH_RANKS if rank <= covering))
+
+
+def graph_bytes(geometry: ModelGeometry, itemsize: int, rows: Sequence[int], max_rank: int) -> int:
     """Device bytes of decode steps captured for each number of `rows`; 0 for none.
 
-    The driver's copies of all graphs, and the one pool that they share for activations: hidden
-    states, what a layer holds beside them, and the result, for the largest of them.
+    What the driver keeps of every graph, the float32 logits that every graph leaves at an address
+    of its own, and the pool that all share for what comes and goes: a layer's activations, partial
+    results of attention, and the head's output before it is float32, of the largest step.
     """
     if not rows:
         return 0
-    kept = len(rows) * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
-    return kept + activation_bytes(geometry, itemsize, max(rows))
+    kinds, most = len(graph_ranks(max_rank)), max(rows)
+    kept = kinds * len(rows) * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
+    logits = kinds * sum(rows) * geometry.vocab_size * 4
+    scratch = max(
+        activation_bytes(geometry, itemsize, most) + partial_bytes(geometry, most),
+        most * geometry.vocab_size * itemsize,
+    )
+    return kept + logits + scratch
+
+
+def partial_bytes(geometry: ModelGeometry, num_rows: int) -> int:
+    """What decode attention of `num_rows` keeps between its two halves, in float32."""
+    return num_rows * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
 
 
 def activation_bytes(geometry: ModelGeometry, itemsize: int, num_tokens: int) -> int:

@@ -8,16 +8,8 @@ from typing import Any
 from multilora_cli.errors import Refused
 from multilora_cli.fleet.schema import Fleet
 from multilora_cli.sizing.bound import break_even, decode_bound, load_seconds, prefill_seconds
-from multilora_cli.sizing.budget import (
-    BaseBytes,
-    MemoryPlan,
-    base_bytes,
-    max_blocks,
-    num_slots,
-    plan_pool,
-    table_bytes,
-    workspace_bytes,
-)
+from multilora_cli.sizing.budget import BaseBytes, MemoryPlan, base_bytes, num_slots
+from multilora_cli.sizing.device import StepSizes, cut_device
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.hardware import Gpu
 from multilora_cli.sizing.pages import (
@@ -165,7 +157,7 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
     """The plan of one fleet on one device. Raises Refused where even the base does not fit."""
     base = base_bytes(request.geometry, request.itemsize, request.quantization)
     costs = [request.cost(shape.ranks) for shape in request.adapters]
-    memory = _memory(request, base)
+    memory = _memory(request)
     planned = sorted(
         (
             PlannedAdapter(shape.name, shape.max_rank, shape.modules, cost)
@@ -200,24 +192,15 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
     )
 
 
-def _memory(request: PlanRequest, base: BaseBytes) -> MemoryPlan:
-    limits = request.fleet.limits
-    blocks = max_blocks(request.available_bytes, request.page_bytes)
-    return plan_pool(
+def _memory(request: PlanRequest) -> MemoryPlan:
+    slots = num_slots(len(request.adapters))
+    return cut_device(
         request.geometry,
-        request.available_bytes,
-        kv_itemsize=request.kv_itemsize,
-        weights=base.total,
-        workspace=workspace_bytes(
-            request.geometry,
-            request.itemsize,
-            limits.max_num_batched_tokens,
-            limits.max_num_seqs,
-            limits.max_lora_rank,
-            on_card=request.gpu is not None,
-        ),
-        tables=table_bytes(request.geometry, num_slots(len(request.adapters)), blocks),
-    )
+        request.quantization,
+        (request.itemsize, request.kv_itemsize),
+        StepSizes.of_limits(request.fleet.limits, slots, on_card=request.gpu is not None),
+        available=request.available_bytes,
+    ).plan
 
 
 def _fill(pages: Sequence[int], room: int) -> tuple[int, int]:

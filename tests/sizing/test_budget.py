@@ -4,9 +4,11 @@ import pytest
 
 from multilora_cli.errors import BadInput, Refused
 from multilora_cli.sizing.budget import (
-    activation_bytes,
+    GRAPH_BYTES,
+    GRAPH_BYTES_PER_LAYER,
     base_bytes,
     graph_bytes,
+    graph_ranks,
     graph_rows,
     plan_pool,
     table_bytes,
@@ -154,12 +156,19 @@ def test_captured_steps_cover_what_may_run(max_seqs: int, last: int, count: int)
 
 
 def test_graphs_cost_by_their_number_and_share_one_pool() -> None:
-    def cost(*rows: int) -> int:
-        return graph_bytes(LLAMA3_8B, 2, rows)
+    def cost(*rows: int, max_rank: int = 64) -> int:
+        return graph_bytes(LLAMA3_8B, 2, rows, max_rank)
 
     assert cost() == 0
+    assert [graph_ranks(rank) for rank in (1, 16, 17, 512)] == [
+        (0, 16),
+        (0, 16),
+        *[(0, 16, 64)] * 2,
+    ]
+    driver = GRAPH_BYTES + 32 * GRAPH_BYTES_PER_LAYER
+    assert cost(32, 64) - cost(64) == 3 * (driver + 32 * 128256 * 4)
+    assert cost(32, 64, max_rank=16) - cost(64, max_rank=16) == 2 * (driver + 32 * 128256 * 4)
     one = cost(64)
-    assert cost(32, 64) - one == one - activation_bytes(LLAMA3_8B, 2, 64)
     plan = plan_pool(
         LLAMA3_8B, 40 * 2**30, kv_itemsize=2, weights=2**30, workspace=0, tables=0, graphs=one
     )

@@ -1,0 +1,109 @@
+"""How a device's memory is cut, for a plan and for the engine alike: one function, both call it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multilora_cli.fleet.schema import Limits
+from multilora_cli.sizing.budget import (
+    MemoryPlan,
+    base_bytes,
+    graph_bytes,
+    graph_rows,
+    max_blocks,
+    plan_pool,
+    table_bytes,
+    workspace_bytes,
+)
+from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_cli.sizing.quantization import Quantization
+
+NOTABLE = 0.02  # a part that takes more or less than planned by this share is worth a word
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What one step may be, as far as memory goes."""
+
+    max_tokens: int
+    max_seqs: int
+    max_rank: int
+    num_slots: int  # of the adapter table
+    on_card: bool
+    captured: bool = True  # decode steps as CUDA graphs; never on a CPU
+
+    @classmethod
+    def of_limits(cls, limits: Limits, num_slots: int, *, on_card: bool) -> "StepSizes":
+        """From a fleet's limits: every running sequence decodes in each step."""
+        return cls(
+            max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
+            max_seqs=limits.max_num_seqs,
+            max_rank=limits.max_lora_rank,
+            num_slots=num_slots,
+            on_card=on_card,
+        )
+
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """Rows of the decode steps that are captured."""
+        return graph_rows(self.max_seqs) if self.on_card and self.captured else ()
+
+
+@dataclass(frozen=True)
+class DeviceCut:
+    """A plan, and the capacity of the adapter table in blocks."""
+
+    plan: MemoryPlan
+    max_blocks: int
+
+
+def cut_device(
+    geometry: ModelGeometry,
+    quantization: Quantization,
+    itemsizes: tuple[int, int],
+    step: StepSizes,
+    *,
+    available: int | None = None,
+    pool: int | None = None,
+) -> DeviceCut:
+    """The parts of `available` bytes, or those around a pool of a given size. Raises Refused.
+
+    `itemsizes` are those of the compute dtype and of K and V.
+    """
+    itemsize, kv_itemsize = itemsizes
+    fixed = {
+        "weights": base_bytes(geometry, itemsize, quantization).total,
+        "workspace": workspace_bytes(
+            geometry,
+            itemsize,
+            step.max_tokens,
+            step.max_seqs,
+            step.max_rank,
+            on_card=step.on_card,
+        ),
+        "graphs": graph_bytes(geometry, itemsize, step.graph_rows, step.max_rank),
+    }
+    # The table depends on the pool it serves; without a given one it is counted for all that is
+    # available, which is more.
+    size = pool if pool is not None else available
+    if size is None:
+        raise ValueError("either what is available or the pool's size must be given")
+    blocks = max_blocks(size, kv_page_bytes(geometry, kv_itemsize))
+    tables = table_bytes(geometry, step.num_slots, blocks)
+    if pool is not None:
+        size = pool + tables + sum(fixed.values())
+    plan = plan_pool(geometry, size, kv_itemsize=kv_itemsize, tables=tables, **fixed)
+    return DeviceCut(plan, blocks)
+
+
+def deviations(planned: Mapping[str, int], allocated: Mapping[str, int]) -> dict[str, float]:
+    """Parts that took notably more (above 0) or less than planned, as a share of what was planned.
+
+    Parts that were not measured are left out; one that was not planned at all counts as infinite.
+    """
+    found: dict[str, float] = {}
+    for part, got in allocated.items():
+        wanted = planned.get(part, 0)
+        if abs(got - wanted) > NOTABLE * wanted:
+            found[part] = got / wanted - 1 if wanted else float("inf")
+    return found

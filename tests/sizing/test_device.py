@@ -1,0 +1,54 @@
+"""One cut of the device's memory, for plan and engine; and what differs from it."""
+
+import math
+
+import pytest
+
+from multilora_cli.fleet.schema import Limits
+from multilora_cli.sizing.device import DeviceCut, StepSizes, cut_device, deviations
+from multilora_cli.sizing.quantization import FP8, NONE, Quantization
+from tests.sizing.test_budget import LLAMA3_8B
+
+STEP = StepSizes(8192, 256, 64, num_slots=257, on_card=True)
+
+
+def cut(step: StepSizes = STEP, quantization: Quantization = NONE, **size: int) -> DeviceCut:
+    return cut_device(LLAMA3_8B, quantization, (2, 2), step, **size)
+
+
+def test_all_parts_are_within_what_is_available() -> None:
+    plan = cut(available=80 * 2**30).plan
+    assert set(plan.parts()) == {"weights", "pool", "workspace", "tables", "graphs"}
+    assert 0 <= 80 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
+
+
+def test_a_pool_of_a_given_size_gets_it() -> None:
+    for quantization in (NONE, FP8):
+        plan = cut(pool=2**30 + 7, quantization=quantization).plan
+        assert plan.pool == 2**30 and plan.num_pages == 512
+
+
+def test_nothing_is_captured_on_a_cpu_or_where_it_is_off() -> None:
+    from dataclasses import replace
+
+    for step in (replace(STEP, on_card=False), replace(STEP, captured=False)):
+        assert step.graph_rows == () and "graphs" not in cut(step, pool=2**30).plan.parts()
+
+
+def test_every_running_sequence_decodes_in_each_step() -> None:
+    limits = Limits(max_num_seqs=512, max_num_batched_tokens=64)
+    assert StepSizes.of_limits(limits, 300, on_card=True).max_tokens == 512
+
+
+def test_one_of_both_sizes_is_needed() -> None:
+    with pytest.raises(ValueError, match="must be given"):
+        cut()
+
+
+def test_deviations_above_two_percent() -> None:
+    planned = {"weights": 1000, "pool": 1000, "workspace": 1000, "tables": 0}
+    allocated = {"weights": 1020, "pool": 1021, "workspace": 900, "tables": 0, "context": 5}
+    found = deviations(planned, allocated)
+    assert found == {"pool": pytest.approx(0.021), "workspace": pytest.approx(-0.1),
+                     "context": math.inf}  # fmt: skip
+    assert deviations(planned, {"weights": 1000}) == {}
