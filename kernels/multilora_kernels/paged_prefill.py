@@ -167,14 +167,19 @@ def prefill_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
-def prefill_key(head_dim: int, group: int, itemsize: int) -> str:
-    """Key of a tuned prefill choice."""
-    return f"d{head_dim}_g{group}_b{itemsize}"
+def prefill_key(head_dim: int, group: int, kv_itemsize: int) -> str:
+    """Key of a tuned prefill choice; FP8 pages have a key of their own."""
+    return f"d{head_dim}_g{group}_b{kv_itemsize}"
 
 
-def prefill_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[str, int]:
-    """Tiles, warps and stages; never a function of the batch, so that rows repeat."""
-    tuned = tuned_table(chip, "paged_prefill").get(prefill_key(head_dim, group, itemsize))
+def prefill_choice(
+    chip: Chip, head_dim: int, group: int, itemsize: int, kv_itemsize: int
+) -> dict[str, int]:
+    """Tiles, warps and stages; never a function of the batch, so that rows repeat.
+
+    `itemsize` is that of queries, which decides on the multiply and so on the tiles.
+    """
+    tuned = tuned_table(chip, "paged_prefill").get(prefill_key(head_dim, group, kv_itemsize))
     if tuned is not None:
         return dict(tuned)
     block_d = triton.next_power_of_2(head_dim)
@@ -213,7 +218,7 @@ def paged_prefill(
     assert out.is_contiguous()
     if choice is None:
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
-        choice = prefill_choice(chip, head_dim, group, itemsize)
+        choice = prefill_choice(chip, head_dim, group, itemsize, kv_dtype.itemsize)
     tiles = triton.cdiv(batch.max_query_len, choice["BLOCK_M"] // group)
     prefill_kernel[(num_kv_heads, rows, tiles)](
         q,

@@ -97,3 +97,12 @@ def test_a_row_of_nan_leaves_the_others_as_they_were(
         assert fault is None or "not finite" in fault.message
     assert answers[0] == answers[1]
     assert answers[0][0][0] == [51] * 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "awq-128", "fp8-static", "w8a8-dynamic"])
+def test_mixed_batch_on_the_device(bases: Bases, name: str) -> None:
+    """The kernels' own conversions, BF16 compute: pages are half as large."""
+    base = bases.plain if name == "plain" else bases.base(name)
+    config = {"device": "cuda:0", "dtype": "bfloat16", "max_num_batched_tokens": 96}
+    check_mixed_batch(rig(base, **config), bases, 32)

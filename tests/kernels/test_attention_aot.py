@@ -86,7 +86,8 @@ def compile_prefill(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: boo
         " stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32 window:i32"
         " first_row:i32",
     )
-    choice = prefill_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize)
+    kv_itemsize = 1 if fp8 else dtype.itemsize
+    choice = prefill_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize, kv_itemsize)
     warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
     assert_fits(prefill_kernel, signature, {**common(*shape), **choice}, sm, warps, stages)
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multilora_kernels.launch import H200, RTX_4090, force_chip
+from multilora_kernels.kv_pages import FP8
+from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
 from multilora_kernels.paged_attention import AttentionBatch, paged_attention
 from multilora_kernels.paged_decode import decode_choice, paged_decode
 from multilora_kernels.store_kv import store_kv, store_kv_ref
@@ -57,6 +58,30 @@ def test_mixed_batch_gpu(dtype: torch.dtype, window: int | None) -> None:
 def test_head_dims_gpu(head_dim: int) -> None:
     lens = [(1, 40), (1, 700), (1, 1), (70, 70), (20, 400)]
     case = attention_case(lens, (6, 2), head_dim, torch.bfloat16, "cuda")
+    check(case, run(case))
+
+
+@pytest.mark.parametrize("card", [None, RTX_4090, Chip("A100", 80, 108)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp8_pages_gpu(dtype: torch.dtype, card: Chip | None) -> None:
+    """Native casts, and integer arithmetic as on cards without e4m3: the same bits."""
+    case = attention_case(DECODES + CHUNKS, (8, 2), 128, dtype, "cuda", kv_dtype=FP8)
+    force_chip(card)
+    try:
+        check(case, run(case, 100), 100)
+        out, start = run(case), 0
+        check(case, out)
+        for index, query_len in enumerate(case.query_lens):
+            assert torch.equal(run(case.row(index)), out[start : start + query_len]), index
+            start += query_len
+    finally:
+        force_chip(None)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+def test_fp8_head_dims_gpu(head_dim: int) -> None:
+    lens = [(1, 40), (1, 700), (1, 1), (70, 70), (20, 400)]
+    case = attention_case(lens, (6, 2), head_dim, torch.bfloat16, "cuda", kv_dtype=FP8)
     check(case, run(case))
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
-from multilora_kernels.kv_pages import kv_pages
+from multilora_kernels.kv_pages import FP8, kv_pages
 from multilora_kernels.paged_attention import AttentionBatch, paged_attention
 from multilora_kernels.paged_decode import decode_key, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_key
@@ -23,7 +23,8 @@ from multilora_kernels.store_kv import store_kv
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 PAGE_TOKENS = 16
-KV_TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2  # bf16 keys and values of one token and layer
+KV_TOKEN_ELEMENTS = 2 * KV_HEADS * HEAD_DIM  # keys and values of one token and layer
+BF16 = torch.bfloat16
 Q_TOKEN_BYTES = HEADS * HEAD_DIM * 2
 POOL_BYTES = 24 * 2**30  # the largest pool a case may build
 
@@ -47,6 +48,8 @@ DECODE_CHOICES = [
     for (block_n, num_warps, num_stages, slots), min_split in product(
         [
             (128, 4, 3, 264),
+            (128, 4, 5, 264),
+            (64, 8, 5, 264),
             (64, 4, 5, 264),
             (32, 4, 5, 264),
             (32, 4, 5, 396),
@@ -77,17 +80,29 @@ class Inputs:
     pool: torch.Tensor
     batch: AttentionBatch
     num_layers: int
+    kv_dtype: torch.dtype
 
 
-def _inputs(sequences: int, query_len: int, context: int, device: torch.device) -> Inputs:
+def _kv_bytes(kv_dtype: torch.dtype) -> int:
+    """Of one token and layer."""
+    return KV_TOKEN_ELEMENTS * kv_dtype.itemsize
+
+
+def _inputs(
+    sequences: int, query_len: int, context: int, device: torch.device, kv_dtype: torch.dtype = BF16
+) -> Inputs:
     torch.manual_seed(0)
     pages_each = -(-context // PAGE_TOKENS)
     num_pages = sequences * pages_each
-    layer_bytes = num_pages * PAGE_TOKENS * KV_TOKEN_BYTES
+    layer_bytes = num_pages * PAGE_TOKENS * _kv_bytes(kv_dtype)
     # 32 layers, as the model has, unless the pool would not fit.
     num_layers = max(2, min(32, POOL_BYTES // layer_bytes))
-    page_elements = num_layers * PAGE_TOKENS * KV_TOKEN_BYTES // 2
-    pool = torch.empty(num_pages, page_elements, dtype=torch.bfloat16, device=device).normal_()
+    page_elements = num_layers * PAGE_TOKENS * KV_TOKEN_ELEMENTS
+    if kv_dtype == FP8:
+        pool = torch.randint(256, (num_pages, page_elements), dtype=torch.uint8, device=device)
+        pool &= 0xBF  # codes of magnitudes below 2, NaN none of them
+    else:
+        pool = torch.empty(num_pages, page_elements, dtype=kv_dtype, device=device).normal_()
     table = torch.randperm(num_pages, device=device).to(torch.int32).view(sequences, pages_each)
     starts = torch.arange(sequences + 1, device=device, dtype=torch.int32) * query_len
     batch = AttentionBatch(
@@ -99,7 +114,7 @@ def _inputs(sequences: int, query_len: int, context: int, device: torch.device) 
         context,
     )
     q = torch.randn(sequences * query_len, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    return Inputs(q, pool.view(torch.uint8), batch, num_layers)
+    return Inputs(q, pool.view(torch.uint8), batch, num_layers, kv_dtype)
 
 
 def _contiguous(sequences: int, context: int, sets: int, device: torch.device) -> torch.Tensor:
@@ -110,7 +125,9 @@ def _contiguous(sequences: int, context: int, sets: int, device: torch.device) -
 def _ours(inputs: Inputs) -> Run:
     def run(index: int) -> object:
         layer = index % inputs.num_layers
-        return paged_attention(inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE)
+        return paged_attention(
+            inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE, None, inputs.kv_dtype
+        )
 
     return run
 
@@ -122,7 +139,7 @@ def _with_choice(inputs: Inputs, op: Callable[..., None]) -> Callable[[Mapping[s
         def run(index: int) -> object:
             layer = index % inputs.num_layers
             arguments = (inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE, None, out)
-            op(*arguments, dict(choice))
+            op(*arguments, dict(choice), inputs.kv_dtype)
             return out
 
         return run
@@ -149,32 +166,40 @@ def _sdpa(inputs: Inputs, kv: torch.Tensor, backend: SDPBackend | None) -> Run:
     return run
 
 
-def _decode_case(sequences: int, context: int) -> Case:
-    work = sequences * (context * KV_TOKEN_BYTES + 2 * Q_TOKEN_BYTES)
+def _shape(kv_dtype: torch.dtype, **shape: int) -> dict[str, int | str]:
+    """A case's label; only FP8 pages are named."""
+    return {**shape, **({"KV": "fp8"} if kv_dtype == FP8 else {})}
+
+
+def _decode_case(sequences: int, context: int, kv_dtype: torch.dtype) -> Case:
+    work = sequences * (context * _kv_bytes(kv_dtype) + 2 * Q_TOKEN_BYTES)
 
     def build(device: torch.device) -> Built:
-        inputs = _inputs(sequences, 1, context, device)
+        inputs = _inputs(sequences, 1, context, device, kv_dtype)
         sets = min(sets_needed(work), 64)
-        kv = _contiguous(sequences, context, min(sets, 32), device)
-        variants = {"ours": _ours(inputs), "sdpa contiguous": _sdpa(inputs, kv, None)}
+        variants = {"ours": _ours(inputs)}
+        if kv_dtype == BF16:
+            kv = _contiguous(sequences, context, min(sets, 32), device)
+            variants["sdpa contiguous"] = _sdpa(inputs, kv, None)
         return Built(sets, variants, _with_choice(inputs, paged_decode))
 
     return Case(
         "paged_decode",
-        {"B": sequences, "S": context, "Hq": HEADS, "Hkv": KV_HEADS, "D": HEAD_DIM},
+        _shape(kv_dtype, B=sequences, S=context, Hq=HEADS, Hkv=KV_HEADS, D=HEAD_DIM),
         work,
         build,
         flops=4.0 * sequences * context * HEADS * HEAD_DIM,
-        tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, 2),
+        tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, kv_dtype.itemsize),
         choices=DECODE_CHOICES,
     )
 
 
-def _prefill_case(sequences: int, query_len: int, context: int) -> Case:
+def _prefill_case(sequences: int, query_len: int, context: int, kv_dtype: torch.dtype) -> Case:
     def build(device: torch.device) -> Built:
-        inputs = _inputs(sequences, query_len, context, device)
+        inputs = _inputs(sequences, query_len, context, device, kv_dtype)
         variants = {"ours": _ours(inputs)}
-        if query_len == context:  # SDPA's causal mask is aligned to the first key
+        # SDPA's causal mask is aligned to the first key.
+        if query_len == context and kv_dtype == BF16:
             kv = _contiguous(sequences, context, 2, device)
             variants["sdpa cudnn contiguous"] = _sdpa(inputs, kv, SDPBackend.CUDNN_ATTENTION)
             variants["sdpa flash contiguous"] = _sdpa(inputs, kv, SDPBackend.FLASH_ATTENTION)
@@ -183,11 +208,11 @@ def _prefill_case(sequences: int, query_len: int, context: int) -> Case:
     seen = query_len * context - query_len * query_len / 2  # query-key pairs under the mask
     return Case(
         "paged_prefill",
-        {"B": sequences, "Tq": query_len, "S": context, "Hq": HEADS, "Hkv": KV_HEADS},
-        sequences * (context * KV_TOKEN_BYTES + 2 * query_len * Q_TOKEN_BYTES),
+        _shape(kv_dtype, B=sequences, Tq=query_len, S=context, Hq=HEADS, Hkv=KV_HEADS),
+        sequences * (context * _kv_bytes(kv_dtype) + 2 * query_len * Q_TOKEN_BYTES),
         build,
         flops=4.0 * sequences * seen * HEADS * HEAD_DIM,
-        tune_key=prefill_key(HEAD_DIM, HEADS // KV_HEADS, 2),
+        tune_key=prefill_key(HEAD_DIM, HEADS // KV_HEADS, kv_dtype.itemsize),
         choices=PREFILL_CHOICES,
     )
 
@@ -215,13 +240,15 @@ def _store_case(tokens: int) -> Case:
 
         return Built(32, {"ours": ours, "torch index_put": indexed})
 
-    return Case("store_kv", {"T": tokens}, 2 * tokens * KV_TOKEN_BYTES, build)
+    return Case("store_kv", {"T": tokens}, 2 * tokens * _kv_bytes(BF16), build)
 
 
 def cases() -> list[Case]:
     """Decode over batch and context, prefill with and without a cached prefix, store_kv."""
     return [
-        *(_decode_case(*shape) for shape in DECODE),
-        *(_prefill_case(*shape) for shape in PREFILL),
+        *(_decode_case(*shape, BF16) for shape in DECODE),
+        *(_prefill_case(*shape, BF16) for shape in PREFILL),
+        *(_decode_case(*shape, FP8) for shape in DECODE),
+        *(_prefill_case(*shape, FP8) for shape in PREFILL),
         *(_store_case(tokens) for tokens in (1, 64, 2048)),
     ]
