@@ -80,6 +80,11 @@ class HostCache:
         with self._lock:
             return self._arena.reserved_bytes - self._arena.free_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that no image takes; not all of them need lie together."""
+        return self.budget_bytes - self.used_bytes
+
     def load(self, version: Version) -> HostImage:
         """The image of `version`, built if need be, and held once more.
 

@@ -80,14 +80,23 @@ class HotTier:
 
     def make_room(self, plan: ImagePlan, order: int, idle: EvictionSource) -> bool:
         """Evict until `plan` has a slot and pages; False: not now, and nothing left in vain."""
-        self._free_slots += self._fenced_slots.take_past()
-        if not self._slot_for(plan) and idle.cheapest(order) is None:
+        if not self.has_slot_for(plan) and idle.cheapest(order) is None:
             return False
         if not self._evictor.make_room(plan.num_pages, PageUse.ADAPTER, order):
             return False
-        while not self._slot_for(plan) and idle.cheapest(order) is not None:
+        while not self.has_slot_for(plan) and idle.cheapest(order) is not None:
             idle.evict_cheapest(order)
-            self._free_slots += self._fenced_slots.take_past()
+        return self._slot_for(plan)
+
+    def pages_short(self, plan: ImagePlan) -> int:
+        """Pages that would have to be given back for `plan` now; 0: there is room."""
+        free = self._pool.available(PageUse.ADAPTER)
+        over = self._pool.count(PageUse.ADAPTER) + plan.num_pages - self.page_limit
+        return max(plan.num_pages - free, over, 0)
+
+    def has_slot_for(self, plan: ImagePlan) -> bool:
+        """Whether a slot, and entries of the table, are free for `plan`."""
+        self._free_slots += self._fenced_slots.take_past()
         return self._slot_for(plan)
 
     def fits_table(self, plan: ImagePlan) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-from multilora_cli.adapters.lease import State
 from multilora_cli.adapters.residency_entry import NOBODY, Entry
 
 _WANTED = 1 << 20  # an idle adapter that somebody waits for leaves after all others
@@ -41,12 +40,7 @@ class IdleAdapters:
 
 def _is_idle(entry: Entry, order: int) -> bool:
     """Nobody runs it, nothing pins it, and nobody who arrived by `order` waits for it."""
-    return (
-        entry.state is State.HOT
-        and entry.running == 0
-        and entry.pin != "hot"
-        and entry.waiting_order() > order
-    )
+    return entry.is_idle and entry.waiting_order() > order
 
 
 def _rank(entry: Entry) -> tuple[int, float]:

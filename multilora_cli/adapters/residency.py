@@ -27,6 +27,8 @@ from multilora_cli.adapters.lease import (
     State,
     Version,
 )
+from multilora_cli.adapters.loads import Loads
+from multilora_cli.adapters.prefetch import Prefetch
 from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
 from multilora_cli.errors import MloraError
 from multilora_cli.memory.eviction import EvictionRule
@@ -51,20 +53,20 @@ class Residency:
         rule: EvictionRule,
         now: Callable[[], float],
         num_loaders: int = 2,
+        prefetch_bytes_per_s: int = 0,
     ) -> None:
         self._hot = hot
         self._warm = warm
         self._holds = ImageHolds(warm)
-        self._loaders = loaders
         self._rule = rule
         self._now = now
-        self._num_loaders = num_loaders
+        self._loads = Loads(warm, loaders, num_loaders, now, lambda: self.on_loaded())
         self._entries: dict[str, Entry] = {}
         self._placed: dict[str, Entry] = {}  # copying or hot
+        self.prefetch = Prefetch(prefetch_bytes_per_s, now)
         self.idle = IdleAdapters(self._placed, self._evict_idle)
         self._pending: set[Entry] = set()
         self._serial = 0
-        self._num_loading = 0
         self._pinned = 0  # pages of hot pinned adapters
         self._events: list[Standing] = []
         self._done: list[Done] = []
@@ -99,6 +101,7 @@ class Residency:
         entry.running += 1
         entry.leases_changed()
         entry.hits += 1
+        self.prefetch.used(entry)
         self._touch(entry)
         return entry.placement.slot
 
@@ -226,9 +229,14 @@ class Residency:
 
     def poll(self) -> None:
         """Take in what loaders and copies finished, evict what drained, start what is wanted."""
-        if not self._pending:
-            self._hot.flush()
-            return
+        if self._pending:
+            self.prefetch.stir()
+            self._move_wanted()
+        elif self.prefetch.is_due():
+            self._move_popular()
+        self._hot.flush()
+
+    def _move_wanted(self) -> None:
         for entry in list(self._pending):
             if entry.state is State.LOADING:
                 self._finish_load(entry)
@@ -250,7 +258,25 @@ class Residency:
                 self._finish_copy(entry)
                 self._answer_calls(entry)
         self._pending = {e for e in self._pending if e.digest in self._entries and not e.is_settled}
-        self._hot.flush()
+
+    def _move_popular(self) -> None:
+        """Nobody wants a load or copy: bring up the first that there is room for."""
+        for entry in self.prefetch.candidates(self._entries.values()):
+            if not self._holds.take(entry):
+                self._set_state(entry, State.STORED)
+                num_bytes = entry.num_bytes if entry.num_bytes <= self._warm.free_bytes else 0
+                if num_bytes and self._start_load(entry):
+                    self._pending.add(entry)
+                    self.prefetch.loading(num_bytes)
+                    return
+                continue
+            if self.prefetch.make_room(entry, self._hot, self._placed, self._evict_idle):
+                self._place(entry)
+                self._pending.add(entry)
+                self.prefetch.copied(entry, self._warm.nbytes(entry.digest))
+                return
+            self._holds.release(entry)
+        self.prefetch.settle()
 
     def busy(self) -> bool:
         """Whether a load or copy is on its way, so that polling again soon is worth it."""
@@ -258,7 +284,7 @@ class Residency:
 
     @property
     def has_work(self) -> bool:
-        """Whether `poll` has anything left to do, now or later."""
+        """Whether `poll` has anything left to do, now or later; beside `prefetch`."""
         return bool(self._pending)
 
     def take_events(self) -> list[Standing]:
@@ -297,13 +323,8 @@ class Residency:
         return entry
 
     def _finish_load(self, entry: Entry) -> None:
-        future = entry.loading
-        if future is None or not future.done():
-            return
-        entry.loading = None
-        self._num_loading -= 1
         try:
-            entry.image = future.result()
+            entry.image = self._loads.take(entry)
         except NoHostRoom:
             entry.blocked_at = self._holds.released
             self._set_state(entry, State.STORED)
@@ -314,10 +335,10 @@ class Residency:
             _log.exception("adapter %s: load failed", entry.version.name)
             self._fail(entry, f"loading failed: {type(error).__name__}: {error}")
         else:
+            if entry.image is None:
+                return
             self.loads += 1
-            entry.loads += 1
             entry.failures = 0
-            entry.load_s = max(self._now() - entry.started_at, 1e-4)
             self._set_state(entry, State.WARM)
             if entry.pin is not None:
                 self._warm.pin(entry.digest, True)
@@ -329,7 +350,8 @@ class Residency:
             return
         self._hot.enter(placement)
         self._holds.release(entry)
-        self._touch(entry)
+        is_warm = self._warm.nbytes(entry.digest) > 0
+        entry.rate(self._now(), self._rule, is_warm=is_warm)
         self._set_state(entry, State.HOT)
 
     def _finish_drains(self, entry: Entry) -> None:
@@ -345,6 +367,7 @@ class Residency:
                 pages += self.purge(entry.digest)
             entry.drains.pop(0)
             entry.leases_changed()
+            entry.uses = 0.0  # an operator sent it away: only new requests make it popular again
             standing = self._standing(entry)
             unused = not (entry.drains or entry.leases or entry.calls or entry.pin)
             if unused and drain.cold:
@@ -369,15 +392,12 @@ class Residency:
             entry.pin = None
         self._holds.unhold(entry)
 
-    def _start_load(self, entry: Entry) -> None:
-        """Hand it to a loader thread, if one is free and host memory changed since it failed."""
-        free = self._num_loading < self._num_loaders
-        if free and entry.blocked_at != self._holds.released:
-            self._num_loading += 1
-            entry.started_at = self._now()
-            entry.loading = self._loaders.submit(self._warm.load, entry.version)
-            entry.loading.add_done_callback(lambda _: self.on_loaded())
-            self._set_state(entry, State.LOADING)
+    def _start_load(self, entry: Entry) -> bool:
+        """Load it, if a thread is free and host memory changed since there was no room in it."""
+        if entry.blocked_at == self._holds.released or not self._loads.start(entry):
+            return False
+        self._set_state(entry, State.LOADING)
+        return True
 
     def _start_copy(self, entry: Entry, order: int) -> bool:
         """Copy it to the device; False: there is no room for it now."""
@@ -397,11 +417,16 @@ class Residency:
         elif not self._hot.make_room(plan, order, self.idle):
             return False
         else:
-            entry.placement = self._hot.start(entry.image)
-            self._placed[entry.digest] = entry
-            self._recount_pins()
-            self._set_state(entry, State.COPYING)
+            self._place(entry)
         return True
+
+    def _place(self, entry: Entry) -> None:
+        """Start the copy of the held image into the room that was made."""
+        assert entry.image is not None
+        entry.placement = self._hot.start(entry.image)
+        self._placed[entry.digest] = entry
+        self._recount_pins()
+        self._set_state(entry, State.COPYING)
 
     def _evict_idle(self, entry: Entry) -> None:
         self.evictions += 1
@@ -413,6 +438,7 @@ class Residency:
             return
         self._hot.drop(entry.placement)
         entry.placement = None
+        entry.is_guess = False
         del self._placed[entry.digest]
         self._recount_pins()
         self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)

@@ -45,6 +45,11 @@ class WarmTier(Protocol):
         """Bytes of the image; 0: it is not there."""
         ...
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that no image takes."""
+        ...
+
 
 @dataclass(frozen=True)
 class Call:
@@ -91,6 +96,8 @@ class Entry:
     uses: float = 0.0
     used_at: float = -1.0
     score: float = 0.0
+    is_guess: bool = False  # hot by prefetch, and not used since
+    num_bytes: int = 0  # of the image, once it was built
 
     @property
     def digest(self) -> str:
@@ -137,12 +144,21 @@ class Entry:
             return True
         return (self.state is State.WARM and not self.wants_hot()) or self.demand() is None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it may leave the device: nobody runs it and nothing pins it there."""
+        return self.state is State.HOT and self.running == 0 and self.pin != "hot"
+
     def touch(self, now: float, rule: EvictionRule, *, is_warm: bool) -> None:
-        """It is used now: what it is worth in the pool from here on."""
+        """It is used now."""
         self.uses = self.uses_at(now) + 1.0
         self.used_at = now
+        self.rate(now, rule, is_warm=is_warm)
+
+    def rate(self, now: float, rule: EvictionRule, *, is_warm: bool) -> None:
+        """What it is worth in the pool from here on."""
         pages = len(self.placement.pages) if self.placement is not None else 1
-        self.score = rule.score(self.uses, self.reload_s(is_warm=is_warm), pages)
+        self.score = rule.score(self.uses_at(now), self.reload_s(is_warm=is_warm), pages)
 
     def uses_at(self, now: float) -> float:
         """How often it was used, what is long ago counted less."""

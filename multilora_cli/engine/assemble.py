@@ -100,7 +100,10 @@ class _Assembly:
             warm.prepare(min(config.host_adapter_bytes, _PINNED_AT_START))
         copier = PageCopier(self.buffer.pages)
         hot = HotTier(self.pool, self.evictor, self.table, copier, config.num_slots)
-        residency = Residency(hot, warm, loaders, self.rule, self.now, config.num_loaders)
+        residency = Residency(
+            hot, warm, loaders, self.rule, self.now, config.num_loaders,
+            config.prefetch_bytes_per_s,
+        )  # fmt: skip
         self.evictor.attach(prefixes=self.prefixes, adapters=residency.idle)
         if self.prefixes is not None:
             residency.purge = self.prefixes.purge

@@ -36,6 +36,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int | None = None
     device_fraction: float = 0.92
     host_adapter_bytes: int = 8 * 2**30  # warm images
+    prefetch_bytes_per_s: int = 0  # of adapters that nobody waits for yet; 0: none
     kv_reserve: float = 0.25  # share of the pool that adapters may never take
     prefix_caching: bool = True
     check_adapter_values: bool = True  # refuse NaN, infinity and overflow in adapters

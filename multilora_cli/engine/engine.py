@@ -172,7 +172,9 @@ class Engine:
         if self.parts.residency.busy():
             return 0.001
         has_work = self.parts.scheduler.has_work or self.parts.residency.has_work
-        return 0.005 if has_work or self._refused else None
+        if has_work or self._refused:
+            return 0.005
+        return self.parts.residency.prefetch.wait_s
 
     @property
     def drained(self) -> bool:
@@ -337,6 +339,10 @@ class Engine:
             "adapter_loads": parts.residency.loads,
             "adapter_load_failures": parts.residency.failed_loads,
             "adapter_evictions": parts.residency.evictions,
+            "adapter_prefetch_copies": parts.residency.prefetch.copies,
+            "adapter_prefetch_loads": parts.residency.prefetch.loads,
+            "adapter_prefetch_bytes": parts.residency.prefetch.bytes,
+            "adapter_prefetch_hits": parts.residency.prefetch.hits,
             "prefix_evictions": parts.prefixes.evictions if parts.prefixes is not None else 0,
             "loop_age_s": 0.0,
         }

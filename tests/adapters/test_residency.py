@@ -8,7 +8,7 @@ import pytest
 
 from multilora_cli.adapters.lease import Lease, State
 from multilora_cli.memory.page_pool import IntegrityError, PageUse
-from tests.engine.bookkeeping_kit import Books, FakeVersion
+from tests.engine.bookkeeping_kit import PAGE, Books, FakeVersion
 
 VERSIONS = [FakeVersion(f"d{i}", pages) for i, pages in enumerate((1, 2, 3, 5, 8, 13, 25))]
 
@@ -18,7 +18,7 @@ class _Walk:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.books = Books()
+        self.books = Books(prefetch_bytes_per_s=20 * PAGE)
         self.books.copier.instant = False
         self.residency = self.books.residency
         self.leases: list[Lease] = []
@@ -31,7 +31,8 @@ class _Walk:
         """One random operation, then the audit."""
         self.books.now += self.random.random() * 0.3
         weights = {"lease": 4, "acquire": 6, "suspend": 1, "release": 4, "load": 2, "evict": 1,
-                   "job": 4, "copy": 4, "poll": 6, "launch": 3, "kv": 3, "breakage": 1}  # fmt: skip
+                   "job": 4, "copy": 4, "poll": 6, "launch": 3, "kv": 3, "breakage": 1,
+                   "lull": 0.1}  # fmt: skip
         operation = self.random.choices(list(weights), list(weights.values()))[0]
         getattr(self, "_" + operation)()
 
@@ -114,6 +115,19 @@ class _Walk:
             ):
                 self.kv.append(self.books.pool.allocate(count, PageUse.KV))
 
+    def _lull(self) -> None:
+        """Everybody leaves, and for a while only what nobody waits for moves."""
+        while self.leases:
+            self._release()
+        while self.kv:
+            self.books.pool.free(self.kv.pop())
+        for _ in range(10):
+            self.books.now += 0.3
+            self._launch()
+            for operation in (self._job, self._copy, self._poll):
+                operation()
+                self.check()
+
     def _breakage(self) -> None:
         digest = self.random.choice(VERSIONS).digest
         broken = self.books.warm.broken
@@ -158,12 +172,15 @@ class _Walk:
 
 
 def _walk(operations: int, per_walk: int = 5_000) -> None:
+    guesses = 0
     for seed in range(operations // per_walk):
         walk = _Walk(seed)
         for _ in range(per_walk):
             walk.step()
             walk.check()
         walk.finish()
+        guesses += walk.residency.prefetch.copies
+    assert guesses > 10, "the walk hardly meets prefetch"
 
 
 def test_random_walk() -> None:
@@ -181,6 +198,8 @@ def settle(books: Books) -> None:
         while books.loaders.jobs:
             books.loaders.run_one(random.Random(0))
         books.residency.poll()
+        if not books.residency.has_work:
+            return
 
 
 def state_of(books: Books, version: FakeVersion) -> State | None:

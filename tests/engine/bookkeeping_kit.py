@@ -122,6 +122,11 @@ class FakeWarm:
         image = self.images.get(digest)
         return image.plan.num_pages * PAGE if image is not None else 0
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that no image takes."""
+        return (self.budget - sum(i.plan.num_pages for i in self.images.values())) * PAGE
+
 
 @dataclass
 class FakeCopy:
@@ -184,6 +189,7 @@ class Books:
     num_slots: int = 4
     host_pages: int = 30
     kv_reserve: float = 0.25
+    prefetch_bytes_per_s: int = 0
     now: float = 0.0
     clock: StepClock = field(default_factory=StepClock)
 
@@ -198,7 +204,10 @@ class Books:
         self.table = FakeTable()
         self.loaders = LateExecutor()
         hot = HotTier(self.pool, self.evictor, self.table, self.copier, self.num_slots)
-        self.residency = Residency(hot, self.warm, self.loaders, rule, lambda: self.now)
+        self.residency = Residency(
+            hot, self.warm, self.loaders, rule, lambda: self.now,
+            prefetch_bytes_per_s=self.prefetch_bytes_per_s,
+        )  # fmt: skip
         self.residency.purge = self.prefixes.purge
         self.evictor.attach(prefixes=self.prefixes, adapters=self.residency.idle)
 
