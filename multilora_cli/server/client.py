@@ -21,6 +21,7 @@ from multilora_cli.engine.messages import (
     AdapterEvent,
     AdapterRef,
     AdapterStatus,
+    Delta,
     Drain,
     EvictAdapter,
     FromEngine,
@@ -238,10 +239,7 @@ class EngineClient:
     def _receive(self, message: FromEngine) -> None:
         self._heard_s = time.monotonic()
         if isinstance(message, Step):
-            for delta in message.deltas:
-                ticket = self._tickets.get(delta.request_id)
-                if ticket is not None and ticket.push(delta):
-                    self._tickets.pop(delta.request_id, None)
+            self._take(message.deltas)
         elif isinstance(message, Reply):
             future = self._calls.pop(message.call_id, None)
             if future is not None and not future.done():
@@ -253,6 +251,18 @@ class EngineClient:
                 progress(message)
         else:
             self._started(message)
+
+    def _take(self, deltas: Sequence[Delta]) -> None:
+        """Hand each request its share of a step, all of it in one call."""
+        told: dict[Ticket, None] = {}
+        for delta in deltas:
+            ticket = self._tickets.get(delta.request_id)
+            if ticket is not None:
+                told[ticket] = None
+                if ticket.push(delta):
+                    self._tickets.pop(delta.request_id, None)
+        for ticket in told:
+            ticket.tell()
 
     def _started(self, message: Ready | StartFailed) -> None:
         if isinstance(message, StartFailed):

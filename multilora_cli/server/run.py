@@ -1,7 +1,8 @@
 """One generation, from admission to its last token, for streamed and whole replies alike."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,17 +81,59 @@ class Run:
 
     async def next(self) -> list[Step]:
         """What came since the last call; nothing once all answers ended. Raises RequestError."""
+        ticket = self._admitted()
+        with self._failing():
+            while deltas := await ticket.next():
+                if steps := self._steps(ticket, deltas):
+                    return steps
+        return []
+
+    async def relay(self, consume: Callable[[list[Step]], bool]) -> bool:
+        """Hand steps to `consume` as the engine's messages come, without a task in between.
+
+        True once all answers ended, False as soon as `consume` wants a pause. Raises RequestError
+        and ClientGone, and whatever `consume` raises.
+        """
+        ticket = self._admitted()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def told() -> None:
+            """One step of the engine; what comes after the turn's end waits in the ticket."""
+            try:
+                while not turn.done() and (deltas := ticket.take()):
+                    steps = self._steps(ticket, deltas)
+                    if steps and not consume(steps):
+                        turn.set_result(None)
+                if ticket.ended and not turn.done():
+                    turn.set_result(None)
+            except Exception as error:  # for whoever waits, not for the engine's messages
+                turn.set_exception(error)
+
+        with self._failing():
+            ticket.listen(told)
+            try:
+                told()
+                await turn
+            finally:
+                ticket.listen(None)
+        return ticket.ended
+
+    def _admitted(self) -> Ticket:
         if self._ticket is None:
             raise RuntimeError("not admitted")
+        return self._ticket
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A request that fails is counted as failed."""
         try:
-            while deltas := await self._ticket.next():
-                steps = [step for delta in deltas if (step := self._step(self._ticket, delta))]
-                if steps:
-                    return steps
+            yield
         except RequestError:
             self._outcome = "error"
             raise
-        return []
+
+    def _steps(self, ticket: Ticket, deltas: Sequence[Delta]) -> list[Step]:
+        return [step for delta in deltas if (step := self._step(ticket, delta)) is not None]
 
     def close(self) -> None:
         """Release everything, whatever happened."""

@@ -6,8 +6,9 @@ is an error event, and the stream ends without `[DONE]`.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.errors import RequestError
+from multilora_cli.server.connection import CONNECTION
 from multilora_cli.server.contract import error_object, internal_error
 from multilora_cli.server.replies import (
     TextLogprobs,
@@ -26,6 +28,8 @@ from multilora_cli.server.replies import (
 )
 from multilora_cli.server.run import Run, Step
 from multilora_cli.server.ticket import ClientGone
+
+_log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -114,13 +118,16 @@ async def whole_reply(run: Run, first: list[Step]) -> dict[str, Any]:
     job, columns = run.job, Columns(run)
     texts: list[list[str]] = [[] for _ in run.choices]
     logprobs: list[list[TokenLogprobs | None]] = [[] for _ in run.choices]
-    steps = first
-    while steps:
+
+    def collect(steps: list[Step]) -> bool:
         for step in steps:
             index = step.choice.index
             texts[index].append(step.growth.text)
             logprobs[index] += columns.entries(step)
-        steps = await run.next()
+        return True
+
+    collect(first)
+    await run.relay(collect)
     choices = []
     make = chat_choice if job.frame.kind == "chat" else text_choice
     for index, choice in enumerate(run.choices):
@@ -129,8 +136,44 @@ async def whole_reply(run: Run, first: list[Step]) -> dict[str, Any]:
     return job.frame.reply(choices, run.usage)
 
 
+class Body(Protocol):
+    """Where a stream is written to (connection.ChunkedBody)."""
+
+    @property
+    def is_full(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class AsgiBody:
+    """The same by ASGI messages, for servers that are not ours: each piece waits for `drain`."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._pending = b""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something was written that is not sent."""
+        return bool(self._pending)
+
+    def write(self, data: bytes) -> None:
+        """Keep `data` for `drain`."""
+        self._pending += data
+
+    async def drain(self) -> None:
+        """Send what was written."""
+        data, self._pending = self._pending, b""
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
 class EventStream(Response):
-    """The streamed reply of a run whose first steps are already here."""
+    """The streamed reply of a run whose first steps are already here.
+
+    A step of the engine is encoded and written when its message comes, for all clients in one
+    turn of the event loop; a task wakes only for the end of its stream or for a slow client.
+    """
 
     media_type = "text/event-stream"
 
@@ -147,30 +190,40 @@ class EventStream(Response):
         try:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            await self._stream(send)
+            connection = scope.get("state", {}).get(CONNECTION)
+            body = AsgiBody(send) if connection is None else connection.body()
+            last = await self._stream(body)
+            async with asyncio.timeout(self._write_stall_s):
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         except (ClientGone, TimeoutError):
             pass  # nobody reads any more
         finally:
             self._run.close()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, body: Body) -> bytes:
+        """Write all but the last event, which is the stream's end or an error."""
         chunks = Chunks(self._run)
+
+        def write(steps: list[Step]) -> bool:
+            body.write(chunks.encode(steps))
+            return not body.is_full
+
         try:
-            steps = self._first
-            while steps:
-                if data := chunks.encode(steps):
-                    await self._write(send, data)
-                steps = await self._run.next()
-            last = chunks.last()
+            write(self._first)
+            while not await self._run.relay(write):
+                await self._drain(body)
+            await self._drain(body)
+            return chunks.last()
         except RequestError as error:
-            last = event(error_object(error))
+            await self._drain(body)
+            return event(error_object(error))
         except (ClientGone, TimeoutError, asyncio.CancelledError):
             raise
         except Exception:
-            await self._write(send, event(error_object(internal_error())), more=False)
-            raise
-        await self._write(send, last, more=False)
+            _log.exception("a stream failed")
+            return event(error_object(internal_error()))
 
-    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        async with asyncio.timeout(self._write_stall_s):
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+    async def _drain(self, body: Body) -> None:
+        if body.is_full:
+            async with asyncio.timeout(self._write_stall_s):
+                await body.drain()

@@ -21,7 +21,7 @@ class Ticket:
         self._open = {submit.request_id: set(range(submit.n)) for submit in submits}
         self._deltas: list[Delta] = []
         self._failure: RequestError | ClientGone | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -36,22 +36,35 @@ class Ticket:
         """Sequences that have not ended."""
         return sum(map(len, self._open.values()))
 
+    @property
+    def ended(self) -> bool:
+        """Whether all sequences ended and all that they said was taken."""
+        return not self._open and not self._deltas
+
     def place(self, delta: Delta) -> int:
         """Which of the submitted prompts a delta belongs to."""
         return delta.request_id - self._first_id
 
     def push(self, delta: Delta) -> bool:
-        """Take what a step added. True when the request id has no open sequence any more."""
+        """Keep what a step added until `tell`. True: the request id has no open sequence left."""
         indices = self._open.get(delta.request_id)
         if indices is None:
             return True
         if delta.index not in indices:
             return False  # cut at a stop string before; the engine does not know yet
         self._deltas.append(delta)
-        self._wake()
         if delta.finish_reason is None and delta.fault is None:
             return False
         return self._end(delta.request_id, delta.index)
+
+    def tell(self) -> None:
+        """Call the listener: a step's deltas are all here, or something failed."""
+        if self._listener is not None:
+            self._listener()
+
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """Call `listener` on every `tell`. It must not raise."""
+        self._listener = listener
 
     def cut(self, delta: Delta) -> None:
         """End a sequence here; the engine stops once all of its request have ended."""
@@ -64,20 +77,26 @@ class Ticket:
         """End every open sequence with one error, after what has already come."""
         if self._failure is None:
             self._failure = error
-            self._wake()
+            self.tell()
+
+    def take(self) -> list[Delta]:
+        """Deltas since the last call. Raises what failed, once all that came before is taken."""
+        if isinstance(self._failure, ClientGone):
+            raise self._failure
+        if not self._deltas and self._open and self._failure is not None:
+            raise self._failure
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     async def next(self) -> list[Delta]:
         """Deltas since the last call, at least one; none once all ended. Raises what failed."""
-        while not self._deltas:
-            if not self._open:
-                return []
-            if self._failure is not None:
-                raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if isinstance(self._failure, ClientGone):
-            raise self._failure
-        deltas, self._deltas = self._deltas, []
+        while not (deltas := self.take()) and not self.ended:
+            told = asyncio.get_running_loop().create_future()
+            self.listen(lambda told=told: told.done() or told.set_result(None))  # type: ignore[misc]
+            try:
+                await told
+            finally:
+                self.listen(None)
         return deltas
 
     def _end(self, request_id: int, index: int) -> bool:
@@ -86,7 +105,3 @@ class Ticket:
             return False
         del self._open[request_id]
         return True
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

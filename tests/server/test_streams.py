@@ -40,6 +40,7 @@ class Scripted:
             if place < len(self._batches):
                 for delta in self._batches[place]:
                     ticket.push(delta)
+                ticket.tell()
                 loop.call_soon(push, place + 1)
 
         loop.call_soon(push)
