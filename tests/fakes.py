@@ -285,7 +285,10 @@ class FakeEngine:
                 running[digest] = running.get(digest, 0) + 1
         return Snapshot(
             0, len(self._sequences), 64, 60, 1, 0, 3, {"steps": float(self._tokens)}, running, {},
-            list(self._adapters.values()),
+            [
+                msgspec.structs.replace(status, references=running.get(status.digest, 0))
+                for status in self._adapters.values()
+            ],
         )  # fmt: skip
 
     def _admit(self, submit: Submit) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 MAX_PARTS = 2  # of a name, joined by /
 _HOLE = re.compile(r"\{([a-z][a-z0-9_]{0,31})\}")
 _VALUE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_LITERAL = re.compile(r"[A-Za-z0-9._-]*")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
@@ -31,8 +30,8 @@ class NamePattern:
     def __post_init__(self) -> None:
         holes = _HOLE.findall(self.pattern)
         parts = self.pattern.split("/")
-        literals = [_HOLE.sub("", part) for part in parts]
-        if not 1 <= len(parts) <= MAX_PARTS or not all(map(_LITERAL.fullmatch, literals)):
+        samples = [_HOLE.sub("a", part) for part in parts]
+        if len(parts) > MAX_PARTS or not all(re.fullmatch(_VALUE, part) for part in samples):
             raise ValueError(
                 f"pattern {self.pattern!r} is not a name of at most two parts with placeholders"
                 " such as {tenant}/{name}"

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _DRAIN_WAIT_S = 5.0  # an unload answers after this, even if streams still hold the adapter
 _THREADS = 8  # that read and fetch adapters; never those that tokenize
+_FRESH_S = 2.0  # a name just asked for stays: its request may not have reached the engine
 _FORGOTTEN = 64  # resolved names that make room together, so that finding them is paid for once
 
 
@@ -218,23 +219,21 @@ class Adapters:
         except RequestError:  # gone since it was looked up
             raise _vllm_error(f"The lora adapter '{name}' cannot be found.", 404) from None
 
-    def _forget_idle(self) -> bool:
+    async def _forget_idle(self) -> bool:
         """Names of patterns that nobody uses make room for new ones; False: all are used."""
-        statuses = self.client.statuses
-        idle = [
-            entry
-            for entry in self.registry.entries()
-            if entry.request.via == "pattern"
-            and entry.pin is None
-            and not status_of(entry, statuses).references
-            and entry.name not in self._locks
-        ]
-        known = self.names
-        idle.sort(key=lambda entry: -(known.idle_s(entry.name) or 0.0))
-        for entry in idle[:_FORGOTTEN]:
-            self.registry.unregister(entry.name)
-            self.forgotten(entry.name)
-            self.background(self.free(entry.digest))
+        await self.client.query()
+        statuses, idle = self.client.statuses, []
+        for entry in self.registry.entries():
+            idle_s = self.names.idle_s(entry.name) or 0.0
+            is_used = idle_s < _FRESH_S or status_of(entry, statuses).references
+            if entry.request.via == "pattern" and entry.pin is None and not is_used:
+                idle.append((idle_s, entry))
+        idle.sort(key=lambda pair: pair[0], reverse=True)
+        for _, entry in idle[:_FORGOTTEN]:
+            if self.registry.get(entry.name) is entry:
+                self.registry.unregister(entry.name)
+                self.forgotten(entry.name)
+                self.background(self.free(entry.digest))
         return bool(idle)
 
     # ---- tiers

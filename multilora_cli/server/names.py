@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Names:
         self._misses: OrderedDict[str, _Miss] = OrderedDict()
         self._searches: dict[str, asyncio.Task[AdapterEntry]] = {}
         self._used: dict[str, float] = {}  # monotonic, by name
-        self.make_room: Callable[[], bool] = lambda: True  # forget idle resolved names
+        self.make_room: Callable[[], Awaitable[bool]] = _no_room  # forget idle resolved names
 
     async def find(self, name: str) -> AdapterEntry:
         """The entry of `name`, failed or not. Raises RequestError 404, 503."""
@@ -133,7 +133,7 @@ class Names:
 
     async def _resolve(self, name: str, pattern: NamePattern, source: str) -> AdapterEntry:
         num_resolved = sum(entry.request.via == "pattern" for entry in self._registry.entries())
-        if num_resolved >= self._limits.known and not self.make_room():
+        if num_resolved >= self._limits.known and not await self.make_room():
             raise unavailable("server_is_overloaded", "too many adapters are in use", 2)
         request = AdapterRequest(
             name, source, priority=pattern.priority, ttl=pattern.ttl, via="pattern"
@@ -174,6 +174,10 @@ class Names:
         self._searches.pop(name.lower(), None)
         if not task.cancelled():
             task.exception()  # those who waited have seen it; perhaps nobody waits any more
+
+
+async def _no_room() -> bool:
+    return False
 
 
 def covering(patterns: tuple[NamePattern, ...], name: str) -> tuple[NamePattern, str] | None:

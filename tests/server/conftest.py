@@ -121,8 +121,9 @@ class InProcess:
         self.spawner = Spawner(*behaviours)
         names = changes.pop("names", ("upper", "acme/legal"))
         self.changes = changes.pop("changes", None)
+        registry = changes.pop("registry", None)
         self.config = tiny_config(folder, **changes)
-        self.registry = tiny_registry(folder, names)
+        self.registry = registry or tiny_registry(folder, names)
 
     async def __aenter__(self) -> "InProcess":
         self.client = EngineClient(self.spawner)
