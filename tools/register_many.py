@@ -1,11 +1,11 @@
 """How long a start takes to read the adapters of a large fleet, and how much memory.
 
-    python tools/register_many.py --count 5000 [--distinct] [--shape llama3-8b] [--keep FOLDER]
+    python tools/register_many.py --count 5000 [--layouts 4] [--shape llama3-8b] [--keep FOLDER]
 
 Makes a fleet of local adapters (headers are real, weights are holes in the file) on a base that
 consists of its config.json, runs the part of `mlora serve` that reads the fleet file and registers
 every adapter, twice: as after a first installation, and again. Prints one JSON line for each.
-`--distinct` gives every adapter a rank pattern and metadata of its own, so that nothing repeats.
+Every adapter's header has text of its own; `--layouts` says how many sets of ranks there are.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     """Make the fleet, then measure it in processes of their own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=5000)
-    parser.add_argument("--distinct", action="store_true")
+    parser.add_argument("--layouts", type=int, default=4)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--keep", type=Path, help="make the fleet there, or use the one there")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
@@ -42,13 +42,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         if not (folder / "fleet.yaml").is_file():
-            make_fleet(folder, SHAPES[arguments.shape], arguments.count, arguments.distinct)
+            make_fleet(folder, SHAPES[arguments.shape], arguments.count, arguments.layouts)
         environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
         command = [sys.executable, __file__, "--measure", str(folder / "fleet.yaml")]
         for start in ("first", "second"):
             ran = subprocess.run(command, env=environment, capture_output=True, check=True)
             found = json.loads(ran.stdout)
-            kind = {"adapters": arguments.count, "distinct": arguments.distinct}
+            kind = {"adapters": arguments.count, "layouts": arguments.layouts}
             print(json.dumps({"start": start, "shape": arguments.shape, **kind, **found}))
 
 
@@ -69,31 +69,31 @@ def measure(fleet: Path) -> dict[str, float]:
     }
 
 
-def make_fleet(folder: Path, shape: dict[str, int], count: int, distinct: bool) -> None:
+def make_fleet(folder: Path, shape: dict[str, int], count: int, layouts: int) -> None:
     """Base, adapters and fleet file."""
     base = folder / "base"
     base.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 5e5,
-              "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-              "tie_word_embeddings": False, "eos_token_id": 2, "torch_dtype": "bfloat16"}  # fmt: skip
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 5e5,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
     (base / "config.json").write_text(json.dumps({**config, **shape}))
     (base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     for index in range(count):
-        write_adapter(folder / "adapters" / f"tenant-{index:05d}", shape, index, distinct)
+        write_adapter(folder / "adapters" / f"tenant-{index:05d}", shape, index, index % layouts)
     (folder / "fleet.yaml").write_text(
         "base: {model: ./base, name: base}\nmemory: {device: cpu}\n"
         "adapters:\n  - folder: ./adapters/*\n"
     )
 
 
-def write_adapter(folder: Path, shape: dict[str, int], index: int, distinct: bool) -> None:
-    """A folder as PEFT writes it: all projections, rank 16, bfloat16."""
+def write_adapter(folder: Path, shape: dict[str, int], index: int, layout: int) -> None:
+    """A folder as PEFT writes it: all projections, ranks 8 and 16 by layer, bfloat16."""
     folder.mkdir(parents=True)
-    ranks = {layer: 8 * (1 + (index >> layer % 12 & 1)) if distinct else 16
+    ranks = {layer: 8 if layout >> layer % 13 & 1 else 16
              for layer in range(shape["num_hidden_layers"])}  # fmt: skip
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    if distinct:
-        header["__metadata__"] = {"format": "pt", "run": f"run-{index}"}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "run": f"run-{index}"}}
     position = 0
     for layer, rank in ranks.items():
         for name, rows, columns in _tensors(shape, layer, rank):
@@ -105,21 +105,13 @@ def write_adapter(folder: Path, shape: dict[str, int], index: int, distinct: boo
     with (folder / "adapter_model.safetensors").open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
         file.truncate(8 + len(raw) + position)
-    pattern = {f"layers.{layer}": rank for layer, rank in ranks.items() if rank != 16}
+    pattern = {rf"layers\.{layer}\..*": rank for layer, rank in ranks.items() if rank != 16}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base",
         "r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "bias": "none", "use_rslora": False,
-        "target_modules": list(MODULES), "rank_pattern": _by_module(pattern) if distinct else {},
+        "target_modules": list(MODULES), "rank_pattern": pattern,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _by_module(pattern: dict[str, int]) -> dict[str, int]:
-    return {
-        f"{layer}.{'self_attn' if module[0] in 'qkvo' else 'mlp'}.{module}": rank
-        for layer, rank in pattern.items()
-        for module in MODULES
-    }
 
 
 def _tensors(shape: dict[str, int], layer: int, rank: int) -> list[tuple[str, int, int]]:

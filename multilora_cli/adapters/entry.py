@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from multilora_cli.adapters.peft import AdapterFile
 from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.survey import Surveyor
 from multilora_cli.sizing.geometry import ModelGeometry
 
 Pin = Literal["hot", "warm"]
@@ -107,9 +107,14 @@ class ServedBase:
     folder: Path | None = None  # its files, to compare copies that PEFT put into an adapter
     model: str | None = None  # Hub id or folder, to note adapters that name another base
 
-    def notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
-        """A warning where the adapter names a base whose last part differs from this one's."""
-        made_for = adapter.base_model_name
+    def surveyor(self, memory: Path | None) -> Surveyor:
+        """What reads headers of adapters for this base; `memory` as for Surveyor."""
+        return Surveyor(
+            self.geometry, max_rank=self.max_rank, base_folder=self.folder, memory=memory
+        )
+
+    def notes_on(self, made_for: str | None) -> tuple[str, ...]:
+        """A warning where an adapter names a base whose last part differs from this one's."""
         if not made_for or not self.model or _last_part(made_for) == _last_part(self.model):
             return ()
         return (f"made for {quoted(made_for)}, served on {quoted(self.model)}: shapes fit",)

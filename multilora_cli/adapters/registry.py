@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from multilora_cli.adapters.digest import content_digest
+from multilora_cli.adapters.digest import files_digest
 from multilora_cli.adapters.entry import (
     AdapterEntry,
     AdapterRequest,
@@ -23,11 +23,11 @@ from multilora_cli.adapters.entry import (
     ServedBase,
 )
 from multilora_cli.adapters.keyed_locks import KeyedLocks
-from multilora_cli.adapters.peft import AdapterFile, read_adapter
 from multilora_cli.adapters.source import is_remote, resolve_source
 from multilora_cli.adapters.source.local import allowed_folder
 from multilora_cli.adapters.store import DiskStore, StoreOpener
 from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.survey import Survey
 from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
 
@@ -47,6 +47,7 @@ class Registry:
         roots: where `load` may read.
         cache: where `dummy:` adapters are written.
         store: where remote adapters are kept, or what opens it when the first one comes.
+        surveys: where `remember` keeps what headers said, for the next start.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Registry:
         roots: Sequence[Path] = (),
         cache: Path | None = None,
         store: "DiskStore | StoreOpener | None" = None,
+        surveys: Path | None = None,
     ) -> None:
         self._base = base
+        self._surveyor = base.surveyor(surveys)
         self._relative_to = relative_to
         self._roots = tuple(roots)
         self._cache = cache
@@ -112,8 +115,8 @@ class Registry:
         with self._one_reader(name):
             entry = self.resolve(name)
             if entry.digest is None:
-                adapter = self._read(Path(entry.path))
-                digest = content_digest(adapter)
+                adapter = self._surveyor.survey(Path(entry.path))
+                digest = files_digest(adapter.files)
                 version = self._version(entry.request, adapter, digest, same_as=entry)
                 if self._update(entry, lambda _: version) is None:
                     return self.resolve(name)  # unloaded meanwhile
@@ -209,6 +212,10 @@ class Registry:
         with ThreadPoolExecutor(num_threads, thread_name_prefix="register") as pool:
             return tuple(failure for failure in pool.map(attempt, requests) if failure)
 
+    def remember(self) -> None:
+        """Keep what headers said, so that the next start need not read them again."""
+        self._surveyor.save()
+
     def unregister(self, name: str, expected_generation: int | None = None) -> AdapterEntry:
         """Forget `name`; gives what it stood for. Raises RequestError (404)."""
         with self._lock:
@@ -291,18 +298,18 @@ class Registry:
         self._check_free(request.name)
         path = self._folder(request)
         try:
-            adapter = self._read(path)
+            adapter = self._surveyor.survey(path)
             digest = self._digest_at(request, path, adapter)
             if digested and digest is None:
-                digest = content_digest(adapter)
+                digest = files_digest(adapter.files)
             previous = self.get(request.name)
             _check_generation(previous, expected_generation)
             if previous is not None and previous.state == "ready":
-                digest = digest or content_digest(adapter)
+                digest = digest or files_digest(adapter.files)
                 moved = replacing and previous.path != str(adapter.folder)
                 if digest == self._digest_of(previous) and not moved:
-                    entry = self.get(request.name) or previous
-                    return Candidate(replace(entry, request=request), previous, "unchanged")
+                    same = self.get(request.name) or previous
+                    return Candidate(replace(same, request=request), previous, "unchanged")
                 if not replacing:
                     raise _exists(previous)
             entry = self._version(request, adapter, digest)
@@ -329,12 +336,12 @@ class Registry:
     def _version(
         self,
         request: AdapterRequest,
-        adapter: AdapterFile,
+        adapter: Survey,
         digest: str | None,
         same_as: AdapterEntry | None = None,
     ) -> AdapterEntry:
         """What was read; the generation stays where `same_as` is the same file version."""
-        files = tuple(file.key for file in adapter.files)
+        shape, files = adapter.shape, adapter.keys
         if same_as is not None and same_as.files == files:
             generation = same_as.generation
         else:
@@ -348,22 +355,18 @@ class Registry:
             registered_at=time.time(),
             files=files,
             digest=digest,
-            rank=adapter.max_rank,
-            modules=adapter.modules,
-            num_bound=len(adapter.weights),
-            num_bytes=adapter.num_weights * self._base.itemsize,
-            base_model_name=adapter.base_model_name,
-            notes=(*self._notes_on(adapter), *adapter.notes),
+            rank=shape.max_rank,
+            modules=shape.modules,
+            num_bound=shape.num_bound,
+            num_bytes=shape.num_weights * self._base.itemsize,
+            base_model_name=shape.base_model_name,
+            notes=(*self._notes_on(adapter), *shape.notes),
         )
 
-    def _notes_on(self, adapter: AdapterFile) -> tuple[str, ...]:
+    def _notes_on(self, adapter: Survey) -> tuple[str, ...]:
         store = self._store.opened
         stored = store.notes_on(adapter.folder) if store is not None else ()
-        return (*stored, *self._base.notes_on(adapter))
-
-    def _read(self, path: Path) -> AdapterFile:
-        base = self._base
-        return read_adapter(path, base.geometry, max_rank=base.max_rank, base_folder=base.folder)
+        return (*stored, *self._base.notes_on(adapter.shape.base_model_name))
 
     def _put(self, candidate: Candidate) -> Registered:
         """The caller holds the lock."""
@@ -372,13 +375,13 @@ class Registry:
         self._promised.pop(entry.generation, None)
         return Registered(entry, outcome, None if outcome == "unchanged" else candidate.previous)
 
-    def _digest_at(self, request: AdapterRequest, path: Path, adapter: AdapterFile) -> str | None:
+    def _digest_at(self, request: AdapterRequest, path: Path, adapter: Survey) -> str | None:
         """The digest where it is known or expected; None: not yet. Raises AdapterError."""
         if is_remote(request.source):
             return path.name  # the store has read every byte, and names its entries so
         if request.digest is None:
             return None
-        found, expected = content_digest(adapter), request.digest.removeprefix("sha256:")
+        found, expected = files_digest(adapter.files), request.digest.removeprefix("sha256:")
         if found != expected:
             raise AdapterError(
                 f"adapter {request.name}: digest: found {found}, expected {expected}",
@@ -391,10 +394,10 @@ class Registry:
         """The digest of a registered version; None where its files are gone or changed."""
         if entry.digest is None:
             try:
-                adapter = self._read(Path(entry.path))
-                if tuple(file.key for file in adapter.files) != entry.files:
+                adapter = self._surveyor.survey(Path(entry.path))
+                if adapter.keys != entry.files:
                     return None
-                digest = content_digest(adapter)
+                digest = files_digest(adapter.files)
             except AdapterError:
                 return None
             self._update(entry, lambda e: replace(e, digest=digest))

@@ -86,6 +86,11 @@ class Survey:
     files: tuple[FileIdentity, ...]  # the config, then the weight files by name
     shape: Shape
 
+    @property
+    def keys(self) -> tuple[_Key, ...]:
+        """The versions of the files."""
+        return tuple(file.key for file in self.files)
+
 
 class _Known(msgspec.Struct, frozen=True):
     """A folder that was surveyed: its files' identities, and the place of its shape."""

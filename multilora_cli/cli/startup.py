@@ -155,6 +155,7 @@ def _registry(
         roots=roots,
         cache=cache_folder() / "dummy",
         store=store,
+        surveys=cache_folder() / "headers",
     )
 
 
@@ -190,6 +191,7 @@ def _register(
     for start in range(0, len(requests), 64):  # progress in steps a person can see
         report("adapters", start, len(requests))
         failures += registry.register_all(requests[start : start + 64], num_threads=num_threads)
+    registry.remember()
     report("adapters", len(requests), len(requests))
     return tuple(failures)
 
