@@ -154,18 +154,18 @@ def graph_ranks(max_rank: int) -> tuple[int, ...]:
 def graph_bytes(geometry: ModelGeometry, itemsize: int, rows: Sequence[int], max_rank: int) -> int:
     """Device bytes of decode steps captured for each number of `rows`; 0 for none.
 
-    What the driver keeps of every graph, the float32 logits that every graph leaves at an address
-    of its own, and the pool that all share for what comes and goes: a layer's activations, partial
-    results of attention, and the head's output before it is float32, of the largest step.
+    What the driver keeps of every graph, the logits that all leave in one place, and the pool that
+    they share for what comes and goes, of the largest step: a layer's activations and partial
+    results of attention, or the head's output before and after it is float32.
     """
     if not rows:
         return 0
     kinds, most = len(graph_ranks(max_rank)), max(rows)
     kept = kinds * len(rows) * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
-    logits = kinds * sum(rows) * geometry.vocab_size * 4
+    logits = most * geometry.vocab_size * 4
     scratch = max(
         activation_bytes(geometry, itemsize, most) + partial_bytes(geometry, most),
-        most * geometry.vocab_size * itemsize,
+        most * geometry.vocab_size * (itemsize + 4),
     )
     return kept + logits + scratch
 

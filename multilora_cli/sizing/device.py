@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from multilora_cli.errors import ModelError
 from multilora_cli.fleet.schema import Limits
 from multilora_cli.sizing.budget import (
     MemoryPlan,
@@ -94,6 +95,15 @@ def cut_device(
         size = pool + tables + sum(fixed.values())
     plan = plan_pool(geometry, size, kv_itemsize=kv_itemsize, tables=tables, **fixed)
     return DeviceCut(plan, blocks)
+
+
+def check_context(asked: int | None, geometry: ModelGeometry) -> None:
+    """Raise ModelError where base.max_model_len is beyond what the model was trained for."""
+    if asked is not None and asked > geometry.max_position:
+        raise ModelError(
+            f"base.max_model_len: found {asked}, the model was trained for"
+            f" {geometry.max_position} positions"
+        )
 
 
 def deviations(planned: Mapping[str, int], allocated: Mapping[str, int]) -> dict[str, float]:

@@ -54,8 +54,8 @@ def test_adapters_and_kv_share_the_pool(fleet: Path) -> None:
     assert with_none["kv_tokens"] - with_64["kv_tokens"] == 64 * 40 * 16
 
 
-def test_a_16_bit_8b_does_not_fit_12_gib_and_says_what_would(fleet: Path) -> None:
-    result = runner.invoke(app, ["plan", str(fleet), "--gpu", "4090", "--gpu-memory", "12GiB"])
+def test_a_16_bit_8b_does_not_fit_13_gib_and_says_what_would(fleet: Path) -> None:
+    result = runner.invoke(app, ["plan", str(fleet), "--gpu", "4090", "--gpu-memory", "13GiB"])
     assert result.exit_code == 1
     assert "does not fit" in result.stderr and "base.quantization=" in result.stderr
 

@@ -72,8 +72,11 @@ def test_cards_hold_the_packed_form(bases: dict[str, Path]) -> None:
 
 
 def test_a_what_if_that_needs_another_checkpoint_says_so(bases: dict[str, Path]) -> None:
-    plan = planned(fleet_of(bases["none"], "awq"), "--gpu", "h200")
+    asked = ("--gpu", "h200", "--set", "base.quantization=awq")
+    plan = planned(fleet_of(bases["none"], "none"), *asked)
     assert plan["fits"] and "mlora quantize" in plan["warnings"][0]
+    result = runner.invoke(app, ["plan", str(fleet_of(bases["none"], "awq")), "--gpu", "h200"])
+    assert result.exit_code == 2 and "mlora quantize" in result.stderr
     assert planned(fleet_of(bases["none"], "fp8"), "--gpu", "h200")["warnings"] == []
 
 
