@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.errors import RequestError
+from multilora_cli.server.choice import Ending
 from multilora_cli.server.connection import CONNECTION
 from multilora_cli.server.contract import error_object, internal_error
 from multilora_cli.server.replies import (
@@ -34,9 +35,13 @@ _log = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
+_MARK = "\0text\0"  # stands for the text of a chunk; nothing after a text holds a null
+_encode = msgspec.json.Encoder().encode
+
+
 def event(value: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + _encode(value) + b"\n\n"
 
 
 class Columns:
@@ -73,12 +78,14 @@ class Chunks:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._job = run.job
+        self._make = chat_delta if run.job.frame.kind == "chat" else text_choice
         self._begun: set[int] = set()
         self._columns = Columns(run)
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
 
     def encode(self, steps: list[Step]) -> bytes:
         """All chunks of some steps, in order."""
-        return b"".join(event(chunk) for step in steps for chunk in self._chunks(step))
+        return b"".join([self._events(step) for step in steps])
 
     def last(self) -> bytes:
         """What follows the last chunk of a whole stream."""
@@ -86,6 +93,19 @@ class Chunks:
             return DONE
         frame = self._job.frame
         return event(frame.chunk([]) | {"usage": frame.usage(self._run.usage)}) + DONE
+
+    def _events(self, step: Step) -> bytes:
+        """Almost every step adds nothing but text, between bytes that are always the same."""
+        growth, index = step.growth, step.choice.index
+        around = self._plain.get(index)
+        if around is not None and growth.ending.finish_reason is None:
+            return around[0] + _encode(growth.text) + around[1] if growth.text else b""
+        events = b"".join(map(event, self._chunks(step)))
+        if self._job.num_top is None and not self._job.continuous_usage:
+            chunk = self._chunk(self._make(index, _MARK, None, Ending()))
+            head, _, tail = event(chunk).rpartition(_encode(_MARK))
+            self._plain[index] = head, tail
+        return events
 
     def _chunks(self, step: Step) -> Iterator[dict[str, Any]]:
         index = step.choice.index
@@ -100,9 +120,8 @@ class Chunks:
         entries = self._columns.entries(step)
         ended = step.growth.ending.finish_reason is not None
         if text or ended or (entries and self._job.num_top is not None):
-            make = chat_delta if self._job.frame.kind == "chat" else text_choice
             logprobs = self._columns.take(index, entries) if entries else None
-            yield self._chunk(make(index, text, logprobs, step.growth.ending))
+            yield self._chunk(self._make(index, text, logprobs, step.growth.ending))
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._job.frame.chunk([choice])

@@ -19,12 +19,20 @@ class Detokenizer:
     def __init__(self, pieces: PieceTable, *, skip_special: bool = True) -> None:
         self._pieces = pieces
         self._skip_special = skip_special
+        self._whole = pieces.whole_texts(skip_special=skip_special)
         self._decoder = _UTF8(errors="replace")
+        self._open = False  # in the middle of a character
 
     def add(self, token_id: int) -> str:
         """Text that `token_id` completes; empty while a character is still open."""
+        if not self._open and (text := self._whole.get(token_id)) is not None:
+            return text
         piece = self._pieces.piece(token_id, skip_special=self._skip_special)
-        return self._decoder.decode(piece) if piece else ""
+        text = self._decoder.decode(piece)
+        was_open, self._open = self._open, bool(self._decoder.getstate()[0])
+        if not was_open and not self._open:
+            self._whole[token_id] = text
+        return text
 
 
 class Found(NamedTuple):

@@ -33,6 +33,7 @@ class PieceTable:
         decode = _piece_decoder(decoder)
         self._pieces = {token_id: decode(token) for token_id, token in vocab.items()}
         self.special_ids = special_ids
+        self._whole: tuple[dict[int, str], dict[int, str]] = ({}, {})
         # Bytes of the longest token: a text of n bytes has at least n / longest tokens.
         self.longest = max(map(len, self._pieces.values()), default=1) or 1
 
@@ -41,6 +42,13 @@ class PieceTable:
         if skip_special and token_id in self.special_ids:
             return b""
         return self._pieces.get(token_id, b"")
+
+    def whole_texts(self, *, skip_special: bool) -> dict[int, str]:
+        """Text by id of tokens that begin and end between characters, as they are first met.
+
+        Whoever decodes such a token puts it here for all others.
+        """
+        return self._whole[skip_special]
 
     def label(self, token_id: int) -> str:
         """Text that names one token in logprobs; `bytes:\\xe2` where it is part of a character."""
