@@ -7,14 +7,16 @@ The weights of one adapter are cut twice:
 * along their long side into *blocks* of `chunk_length` elements (a power of two, the same for every
   module), at most an eighth of a page, so that the block of any row or column follows from a shift.
 
-Blocks are packed into whole pages of the pool by best fit over the entire image.
+Vectors over a module's outputs (`Extras`) are float32 whatever the weights are, cut into pieces of
+the size of a full block. Blocks and pieces are packed into whole pages of the pool by best fit over
+the entire image.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +27,8 @@ TILE_RANKS = 16
 MAX_RANK = 512
 # Every block starts at a multiple of this many bytes: one cache line, 16-byte vector loads.
 BLOCK_ALIGNMENT = 128
+
+VECTOR_ITEMSIZE = 4  # float32
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -100,6 +104,51 @@ class BlockColumns(NamedTuple):
     element: "npt.NDArray[np.int64]"  # offset within the page
 
 
+class VectorColumns(NamedTuple):
+    """The pieces of a plan's vectors column by column, int64 [number of pieces] each."""
+
+    layer: "npt.NDArray[np.int64]"
+    module: "npt.NDArray[np.int64]"  # index in MODULES
+    kind: "npt.NDArray[np.int64]"  # index in VECTOR_KINDS
+    ordinal: "npt.NDArray[np.int64]"  # within its vector
+    page: "npt.NDArray[np.int64]"
+    element: "npt.NDArray[np.int64]"  # offset within the page, in float32
+
+
+VectorKind = Literal["scale", "shift"]
+VECTOR_KINDS: tuple[VectorKind, ...] = ("scale", "shift")
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What an adapter holds beside its factors.
+
+    `vectors` are (layer, module, kind): outputs of that module are multiplied by a "scale" (DoRA),
+    then a "shift" is added (biases). A module may have vectors and no factors.
+    """
+
+    vectors: frozenset[tuple[int, str, VectorKind]] = frozenset()
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True, slots=True)
+class VectorBlock:
+    """One contiguous piece of a vector: elements [start : start + length] in float32.
+
+    `offset` is in bytes within image page `page`.
+    """
+
+    layer: int
+    module: str
+    kind: VectorKind
+    start: int
+    length: int
+    page: int
+    offset: int
+
+
 @dataclass(frozen=True)
 class ImagePlan:
     """Where every block of one adapter lies in the pages of its image."""
@@ -110,6 +159,8 @@ class ImagePlan:
     blocks: tuple[Block, ...]  # by layer, module, matrix, rank, start
     ranks: Mapping[tuple[int, str], int]  # true rank by (layer, module)
     used_bytes: int
+    extras: Extras = NO_EXTRAS
+    vectors: tuple[VectorBlock, ...] = ()  # by layer, module, kind, start
 
     @property
     def wasted_bytes(self) -> int:
@@ -123,6 +174,31 @@ class ImagePlan:
         for (_, module), rank in self.ranks.items():
             tiles[module] = max(tiles.get(module, 0), num_tiles(rank))
         return tiles
+
+    @cached_property
+    def vector_modules(self) -> tuple[str, ...]:
+        """Modules that have vectors in any layer, in the order of MODULES."""
+        present = {module for _, module, _ in self.extras.vectors}
+        return tuple(module for module in MODULES if module in present)
+
+    @cached_property
+    def vector_columns(self) -> VectorColumns:
+        """The pieces of vectors as arrays, like `columns`."""
+        import numpy as np
+
+        chunk = vector_chunk(self.page_bytes, self.itemsize)
+        rows = [
+            (
+                vector.layer,
+                MODULES.index(vector.module),
+                VECTOR_KINDS.index(vector.kind),
+                vector.start // chunk,
+                vector.page,
+                vector.offset // VECTOR_ITEMSIZE,
+            )
+            for vector in self.vectors
+        ]
+        return VectorColumns(*np.array(rows, dtype=np.int64).reshape(-1, 6).T.copy())
 
     @cached_property
     def columns(self) -> BlockColumns:
@@ -158,11 +234,17 @@ class _Piece:
     length: int
 
 
+def vector_chunk(page_bytes: int, itemsize: int) -> int:
+    """Elements of a full piece of a vector: as many bytes as a full block, a power of two."""
+    return chunk_length(page_bytes, itemsize) * TILE_RANKS * itemsize // VECTOR_ITEMSIZE
+
+
 def plan_image(
     ranks: Mapping[tuple[int, str], int],
     shapes: Mapping[str, tuple[int, int]],
     page_bytes: int,
     itemsize: int,
+    extras: Extras = NO_EXTRAS,
 ) -> ImagePlan:
     """Cut an adapter into blocks and pack them into pages.
 
@@ -171,6 +253,7 @@ def plan_image(
         shapes: (d_in, d_out) by module.
         page_bytes: size of one pool page.
         itemsize: bytes per weight.
+        extras: what there is beside the factors.
     """
     present = {key: rank for key, rank in ranks.items() if rank}
     for (layer, module), rank in present.items():
@@ -178,13 +261,31 @@ def plan_image(
             raise ValueError(f"layer {layer} {module}: rank {rank} outside 1..{MAX_RANK}")
     chunk = chunk_length(page_bytes, itemsize)
     pieces = list(_cut(present, shapes, chunk))
+    parts = list(_cut_vectors(extras, shapes, vector_chunk(page_bytes, itemsize)))
     sizes = [_aligned(piece.rank_width * piece.length * itemsize) for piece in pieces]
+    sizes += [_aligned(length * VECTOR_ITEMSIZE) for *_, length in parts]
     places, num_pages = _pack(sizes, page_bytes)
     blocks = tuple(
         Block(p.layer, p.module, p.matrix, p.rank_start, p.rank_width, p.start, p.length, *place)
-        for p, place in zip(pieces, places, strict=True)
+        for p, place in zip(pieces, places, strict=False)
     )
-    return ImagePlan(num_pages, page_bytes, itemsize, blocks, present, sum(sizes))
+    vectors = tuple(
+        VectorBlock(*part, *place) for part, place in zip(parts, places[len(pieces) :], strict=True)
+    )
+    return ImagePlan(num_pages, page_bytes, itemsize, blocks, present, sum(sizes), extras, vectors)
+
+
+def _cut_vectors(
+    extras: Extras, shapes: Mapping[str, tuple[int, int]], chunk: int
+) -> Iterator[tuple[int, str, VectorKind, int, int]]:
+    """(layer, module, kind, start, length) of every piece, in canonical order."""
+    order = {module: index for index, module in enumerate(MODULES)}
+    for layer, module, kind in sorted(
+        extras.vectors, key=lambda key: (key[0], order[key[1]], VECTOR_KINDS.index(key[2]))
+    ):
+        d_out = shapes[module][1]
+        for start in range(0, d_out, chunk):
+            yield layer, module, kind, start, min(chunk, d_out - start)
 
 
 def _aligned(size: int) -> int:

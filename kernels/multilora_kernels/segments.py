@@ -17,6 +17,7 @@ import torch
 from multilora_kernels.launch import Chip, chip_of
 from multilora_kernels.layout import MAX_RANK
 from multilora_kernels.lora_choice import DECODE_TOKENS, Choose, choose, is_decode
+from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 from multilora_kernels.work_lists import WorkLists
 
@@ -53,6 +54,11 @@ class Segments:
         self._lists: dict[bool, WorkLists] = {}  # decode and prefill
         # What the lists were last written for; None before that.
         self._written: tuple[int, bytes, int] | None = None
+        # Slot of every row, int32 [max_tokens]: written for steps that have vectors.
+        self.row_slots = torch.zeros(max_tokens, dtype=torch.int32, device=self.device)
+        self._slots = np.empty(0, dtype=np.int32)
+        self._staging = Staging(self.device)
+        self._has_vectors: bool | None = None  # None until the step is known and asked about
         self._is_capture = False  # launch even where no row has an adapter
         self._is_sized_for_capture = False  # until the lists are written anew
 
@@ -64,12 +70,23 @@ class Segments:
     @property
     def nbytes(self) -> int:
         """Device bytes of the work lists written so far."""
-        return sum(lists.nbytes for lists in self._lists.values())
+        return self.row_slots.nbytes + sum(lists.nbytes for lists in self._lists.values())
 
     @property
     def has_adapters(self) -> bool:
         """Whether any row has one; if not, `add_lora` launches nothing."""
         return self._is_capture or len(self.seg_slots) > 0
+
+    def has_vectors(self, table: AdapterTable) -> bool:
+        """Whether any row's adapter has vectors; if not, `scale_shift` launches nothing.
+
+        A step is captured in both ways, and this says which graph replays it.
+        """
+        if self._has_vectors is None:
+            self._has_vectors = bool(table.has_vectors[self.seg_slots].any())
+            if self._has_vectors:
+                self._staging.upload(self.row_slots[: self.num_tokens], self._slots)
+        return self._has_vectors
 
     def build(self, slots: Slots) -> None:
         """Group the rows of a step; `slots` holds the slot of every row, 0 for the base."""
@@ -86,8 +103,11 @@ class Segments:
         self.seg_indptr = np.append(starts, np.int32(len(order))).astype(np.int32)
         self.seg_slots = by_slot[starts]
         self._rows = []
+        self._slots = array
+        self._has_vectors = None
         if self._table is not None:
             self._write(self._table)
+            self.has_vectors(self._table)
 
     def bind(self, table: AdapterTable) -> None:
         """Let `build` write work lists for `table`; allocates the fixed buffers at once."""
@@ -100,7 +120,13 @@ class Segments:
             self._lists_of(True)
 
     def prepare_capture(
-        self, table: AdapterTable, num_tokens: int, rank: int = 16, slots: Slots | None = None
+        self,
+        table: AdapterTable,
+        num_tokens: int,
+        rank: int = 16,
+        slots: Slots | None = None,
+        *,
+        vectors: bool = False,
     ) -> None:
         """Size launches for `num_tokens` rows of distinct adapters of `rank`, whatever is listed.
 
@@ -108,11 +134,15 @@ class Segments:
         Replays with more work are walked in turns, those with less leave early: a step of rank 64
         through launches sized for rank 16 takes four turns, so give the highest rank in common
         use. `slots` are the rows that the captured step itself works on; default: the base alone.
+        `vectors`: capture `scale_shift` too; without it the graph is for steps that have none.
         """
         assert is_decode(num_tokens) and num_tokens <= self.max_tokens
         self.build(np.zeros(num_tokens, dtype=np.int32) if slots is None else slots)
         self.lists(table).expect(num_tokens, rank)
         self._is_capture = self._is_sized_for_capture = True
+        self._has_vectors = vectors
+        if vectors:
+            self._staging.upload(self.row_slots[:num_tokens], self._slots)
 
     def lists(self, table: AdapterTable) -> WorkLists:
         """Work lists of the current step, written if they are not yet."""

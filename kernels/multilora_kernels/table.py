@@ -8,6 +8,10 @@ go without fragmentation, and work lists that name cells serve all layers.
 An entry is the block's element offset in the pool; bit 0 marks a tile that is 8 ranks wide (blocks
 start at multiples of 128 bytes, so the low bits are free), and -1 a tile absent from that layer.
 
+Vectors of one module of one slot have a cell of their own: first the pieces of "scale", then those
+of "shift", as float32 element offsets, -1 where there is none. `vector_cells` int32
+[num_slots, modules] names it, -1 where a slot has no vectors.
+
 Host side the same entries, plus plan and pages of every slot, which the torch path reads.
 """
 
@@ -18,7 +22,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multilora_kernels.layout import MAX_RANK, MODULES, TILE_RANKS, Block, ImagePlan, chunk_length
+from multilora_kernels.layout import (
+    MAX_RANK,
+    MODULES,
+    TILE_RANKS,
+    VECTOR_ITEMSIZE,
+    Block,
+    ImagePlan,
+    VectorBlock,
+    VectorKind,
+    chunk_length,
+    vector_chunk,
+)
 from multilora_kernels.staging import Staging
 
 _ABSENT = -1
@@ -60,6 +75,7 @@ class CellGeometry:
     chunk: int  # elements along the long side of a full block
     a_chunks: Mapping[str, int]  # chunks of A by module; B's follow in the cell
     width: int  # entries of one layer in a cell
+    vector_chunk: int  # elements of a full piece of a vector
 
 
 @dataclass
@@ -71,6 +87,9 @@ class _Slot:
     cells: npt.NDArray[np.int32]
     blocks: dict[tuple[int, str], tuple[PlacedBlock, ...]] = field(default_factory=dict)
     runs: dict[tuple[int, str], tuple[PlacedRun, ...]] = field(default_factory=dict)
+    vectors: dict[tuple[int, str, VectorKind], tuple[tuple[VectorBlock, int], ...]] = field(
+        default_factory=dict
+    )
 
 
 class AdapterTable:
@@ -103,6 +122,12 @@ class AdapterTable:
         # Tiles by (slot, module), and the cell of each.
         self.tiles = np.zeros((num_slots, len(MODULES)), dtype=np.int32)
         self.cells = np.full((num_slots, len(MODULES), TILES_PER_MODULE), _ABSENT, dtype=np.int32)
+        self._vector_cells = np.full((num_slots, len(MODULES)), _ABSENT, dtype=np.int32)
+        self.vector_cells = torch.full(
+            (num_slots, len(MODULES)), _ABSENT, dtype=torch.int32, device=self.device
+        )
+        self.has_vectors = np.zeros(num_slots, dtype=np.bool_)
+        self._vectors_changed = False
         self._slots: dict[int, _Slot] = {}
         self._free: list[int] = []
         self._offsets_cpu = np.empty((0, 0, 0), dtype=np.int64)
@@ -111,7 +136,7 @@ class AdapterTable:
     @property
     def nbytes(self) -> int:
         """Device bytes of the table."""
-        return self._entries.numel() * self._entries.element_size()
+        return self._entries.nbytes + self.vector_cells.nbytes
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -132,7 +157,7 @@ class AdapterTable:
     def can_hold(self, plan: ImagePlan) -> bool:
         """Whether the cells for `plan` are free."""
         self.settle(plan.page_bytes, plan.itemsize)
-        return sum(plan.tiles.values()) <= len(self._free)
+        return sum(plan.tiles.values()) + len(plan.vector_modules) <= len(self._free)
 
     def set(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
         """Let `slot` stand for the image laid out by `plan`; pages[i] holds image page i."""
@@ -140,7 +165,8 @@ class AdapterTable:
         self.clear(slot)
         self.settle(plan.page_bytes, plan.itemsize)
         tiles = plan.tiles
-        needed = sum(tiles.values())
+        with_vectors = plan.vector_modules
+        needed = sum(tiles.values()) + len(with_vectors)
         if needed > len(self._free):
             raise RuntimeError(
                 f"the adapter table is full: {needed} rank tiles needed, {len(self._free)} free"
@@ -152,6 +178,10 @@ class AdapterTable:
             self.tiles[slot, index] = count
             self.cells[slot, index, :count] = taken[position : position + count]
             position += count
+        for module, cell in zip(with_vectors, taken[position:], strict=True):
+            self._vector_cells[slot, MODULES.index(module)] = cell
+        self.has_vectors[slot] = bool(with_vectors)
+        self._vectors_changed |= bool(with_vectors)
         cells = np.array(taken, dtype=np.int32)
         self._slots[slot] = _Slot(plan, tuple(pages), cells)
         self._write_entries(slot, plan, pages)
@@ -164,12 +194,18 @@ class AdapterTable:
             return
         self.tiles[slot] = 0
         self.cells[slot] = _ABSENT
+        self._vectors_changed |= bool(self.has_vectors[slot])
+        self._vector_cells[slot] = _ABSENT
+        self.has_vectors[slot] = False
         self._offsets_cpu[:, record.cells] = _ABSENT
         self._free.extend(record.cells.tolist())
         self._touch(record.cells)
 
     def flush(self) -> None:
         """Upload what `set` and `clear` changed, in stream order. Call between steps."""
+        if self._vectors_changed:
+            self._staging.upload(self.vector_cells, self._vector_cells)
+            self._vectors_changed = False
         if not self._dirty:
             return
         cells = np.array(sorted(self._dirty), dtype=np.int64)
@@ -206,6 +242,17 @@ class AdapterTable:
         """Of any module of `slots`, in whole rank tiles; 0 for none."""
         return TILE_RANKS * int(self.tiles[np.asarray(slots)].max(initial=0))
 
+    def vectors(
+        self, slot: int, layer: int, module: str, kind: VectorKind
+    ) -> tuple[tuple[VectorBlock, int], ...]:
+        """Pieces of one vector and their float32 elements in the flat pool; empty for none."""
+        record = self._slots.get(slot)
+        if record is None:
+            return ()
+        if not record.vectors:
+            record.vectors.update(_place_vectors(record.plan, record.pages))
+        return record.vectors.get((layer, module, kind), ())
+
     def rank(self, slot: int, layer: int, module: str) -> int:
         """True rank of one module of one layer of `slot`."""
         record = self._slots.get(slot)
@@ -229,6 +276,7 @@ class AdapterTable:
             chunk,
             {module: pair[0] for module, pair in chunks.items()},
             width,
+            vector_chunk(page_bytes, itemsize),
         )
         # Kernels look one record ahead and may read (never use) entries of one cell past the last.
         num_cells = (self._entries.numel() - width) // (self.num_layers * width)
@@ -245,9 +293,36 @@ class AdapterTable:
         first = np.asarray(pages, dtype=np.int64)[blocks.page] * page_elements
         self._offsets_cpu[blocks.layer, cell, column] = (first + blocks.element) | blocks.is_narrow
 
+        if plan.vectors:
+            self._write_vectors(slot, plan, pages)
+
+    def _write_vectors(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
+        """Two vectors never take more than a cell: a piece is as long as eight rows of blocks."""
+        assert self.geometry is not None
+        pieces = plan.vector_columns
+        lengths = [self.shapes[m][1] if m in self.shapes else 0 for m in MODULES]
+        per_vector = -(-np.array(lengths) // self.geometry.vector_chunk)
+        column = pieces.kind * per_vector[pieces.module] + pieces.ordinal
+        cell = self._vector_cells[slot][pieces.module]
+        first = np.asarray(pages, dtype=np.int64)[pieces.page]
+        element = first * (plan.page_bytes // VECTOR_ITEMSIZE) + pieces.element
+        self._offsets_cpu[pieces.layer, cell, column] = element
+
     def _touch(self, cells: npt.NDArray[np.int32]) -> None:
         self._dirty.update(cells.tolist())
         self.version += 1
+
+
+def _place_vectors(
+    plan: ImagePlan, pages: Sequence[int]
+) -> dict[tuple[int, str, VectorKind], tuple[tuple[VectorBlock, int], ...]]:
+    """Pieces of vectors with their pool positions, by (layer, module, kind)."""
+    placed: dict[tuple[int, str, VectorKind], list[tuple[VectorBlock, int]]] = {}
+    for vector in plan.vectors:
+        element = (pages[vector.page] * plan.page_bytes + vector.offset) // VECTOR_ITEMSIZE
+        key = (vector.layer, vector.module, vector.kind)
+        placed.setdefault(key, []).append((vector, element))
+    return {key: tuple(pieces) for key, pieces in placed.items()}
 
 
 def _place(plan: ImagePlan, pages: Sequence[int]) -> dict[tuple[int, str], tuple[PlacedBlock, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from multilora_kernels.layout import ImagePlan, plan_image
+from multilora_kernels.layout import NO_EXTRAS, Extras, ImagePlan, VectorKind, plan_image
 from multilora_kernels.popularity import make_slots
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
@@ -22,6 +22,7 @@ LLAMA3_8B: Mapping[str, tuple[int, int]] = {
 }
 
 Weights = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
+Vectors = dict[tuple[int, str, VectorKind], torch.Tensor]
 
 
 def make_segments(
@@ -51,6 +52,22 @@ def random_weights(
     return weights
 
 
+def random_vectors(extras: Extras, shapes: Mapping[str, tuple[int, int]], seed: int) -> Vectors:
+    """A float32 vector [d_out] by (layer, module, kind)."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        key: torch.randn(shapes[key[1]][1], generator=generator) for key in sorted(extras.vectors)
+    }
+
+
+def fill_vectors(plan: ImagePlan, vectors: Vectors, image: torch.Tensor) -> None:
+    """Write `vectors` into the pages of an image, where `plan` has them."""
+    for block in plan.vectors:
+        values = vectors[block.layer, block.module, block.kind]
+        raw = values[block.start : block.start + block.length].view(torch.uint8)
+        image[block.page, block.offset : block.offset + len(raw)] = raw
+
+
 def fill_image(plan: ImagePlan, weights: Weights, dtype: torch.dtype) -> torch.Tensor:
     """The adapter's pages, uint8 [num_pages, page_bytes], as `plan` lays them out."""
     image = torch.zeros(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
@@ -77,6 +94,7 @@ class Fleet:
     table: AdapterTable
     weights: tuple[Weights, ...]
     shapes: Mapping[str, tuple[int, int]]
+    vectors: tuple[Vectors, ...] = ()
 
 
 def make_fleet(
@@ -87,22 +105,32 @@ def make_fleet(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    extras: Sequence[Extras] = (),
 ) -> Fleet:
     """One random adapter per entry of `ranks`, scattered over a pool that is otherwise NaN."""
     itemsize = dtype.itemsize
-    plans = [plan_image(entry, shapes, page_bytes, itemsize) for entry in ranks]
+    extras = extras or [NO_EXTRAS] * len(ranks)
+    plans = [
+        plan_image(entry, shapes, page_bytes, itemsize, more)
+        for entry, more in zip(ranks, extras, strict=True)
+    ]
     num_pages = sum(plan.num_pages for plan in plans) + 3
     # All bits set is a NaN in every float format: whatever is read by mistake shows.
     pool = torch.full((num_pages, page_bytes), 255, dtype=torch.uint8)
     order = np.random.Generator(np.random.PCG64(seed)).permutation(num_pages).tolist()
-    max_blocks = sum(len(plan.blocks) for plan in plans)
+    # Vectors of a module take one cell, as wide as the widest tile, however few their pieces are.
+    max_blocks = sum(len(plan.blocks) + 16 * len(plan.vectors) for plan in plans)
     table = AdapterTable(len(plans) + 1, num_layers, shapes, max_blocks, device)
-    weights = []
+    weights: list[Weights] = []
+    vectors: list[Vectors] = []
     for index, (entry, plan) in enumerate(zip(ranks, plans, strict=True)):
         pages = [order.pop() for _ in range(plan.num_pages)]
         made = random_weights(entry, shapes, dtype, seed * 1000 + index)
-        pool[pages] = fill_image(plan, made, dtype)
+        vectors.append(random_vectors(plan.extras, shapes, seed * 1000 + index))
+        image = fill_image(plan, made, dtype)
+        fill_vectors(plan, vectors[-1], image)
+        pool[pages] = image
         table.set(index + 1, plan, pages)
         weights.append(made)
     table.flush()
-    return Fleet(pool.to(device), table, tuple(weights), shapes)
+    return Fleet(pool.to(device), table, tuple(weights), shapes, tuple(vectors))

@@ -5,81 +5,64 @@ two outcomes: all tensors used and all modules that the config declares present,
 names tensor, found and expected.
 """
 
-import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, TypeVar
 
 from multilora_cli.adapters.module_pattern import matches_key
 from multilora_cli.adapters.peft_config import AdapterConfig
 from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.tensor_names import (
+    BLOCKS,
+    EXAMPLE,
+    FUSED,
+    Part,
+    TensorName,
+    module_path,
+    parse_name,
+)
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.units import format_size
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-_EXAMPLE = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-_NAME = re.compile(
-    r"(?P<prefix>(?:(?:base_model|model|language_model|module|_orig_mod|_fsdp_wrapped_module)\.)*)"
-    r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<block>self_attn|mlp)\.(?P<module>\w+)"
-    r"\.lora_(?P<matrix>[AB])(?:\.(?P<adapter>[^.]+))?\.weight"
-)
-_BLOCKS: Mapping[str, str] = {
-    "q_proj": "self_attn",
-    "k_proj": "self_attn",
-    "v_proj": "self_attn",
-    "qkv_proj": "self_attn",
-    "o_proj": "self_attn",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "gate_up_proj": "mlp",
-    "down_proj": "mlp",
-}
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 # What an unknown tensor most likely is, by a part of its name.
 _UNSUPPORTED = (
-    ("lora_magnitude_vector", "a DoRA magnitude (use_dora)"),
+    ("lora_magnitude_vector", "a DoRA magnitude of a module that is not adapted"),
     ("lora_embedding_", "LoRA on an embedding"),
-    ("lora_B.bias", "a bias on lora_B (lora_bias)"),
     ("trainable_tokens", "trained token rows (trainable_token_indices)"),
     ("lm_head", "an adapted or saved output head"),
     ("embed_tokens", "an adapted or saved embedding"),
     ("modules_to_save", "a saved module (modules_to_save)"),
-    (".bias", "a trained bias"),
+    (".bias", "a trained bias of a module that is not served with one"),
     ("lora_", "LoRA on a module that this base does not have"),
 )
 
 
 class ModuleWeights(NamedTuple):
-    """The two factors of one projection in one layer, and alpha / r (or alpha / sqrt(r))."""
+    """The adapter of one projection in one layer; scaling is alpha / r (or alpha / sqrt(r))."""
 
     lora_a: TensorEntry  # [rank, d_in]
     lora_b: TensorEntry  # [d_out, rank]
     rank: int
     scaling: float
+    magnitude: TensorEntry | None = None  # [d_out], DoRA
+    lora_bias: TensorEntry | None = None  # [d_out], added to B A x before scaling
 
 
-class _Name(NamedTuple):
-    """A tensor name taken apart."""
+@dataclass(frozen=True)
+class BoundTensors:
+    """All tensors of one file by (layer, module), fused modules split."""
 
-    prefix: str
-    layer: int
-    module: str  # one of _BLOCKS
-    matrix: str  # A or B
-    adapter: str  # the segment some tools put after lora_A; empty where there is none
-
-    @property
-    def form(self) -> tuple[str, str]:
-        """What all names of one file have in common."""
-        return (self.prefix, self.adapter)
+    weights: Mapping[tuple[int, str], ModuleWeights]
+    biases: Mapping[tuple[int, str], TensorEntry]  # [d_out], in place of the base's own
 
 
-_Pairs = dict[tuple[int, str], dict[str, TensorEntry]]
+_T = TypeVar("_T")
+_Key = tuple[int, str]
+_Parts = dict[_Key, dict[Part, TensorEntry]]
 
 
 class Coverage:
@@ -97,14 +80,14 @@ class Coverage:
 
     def split(
         self, tensors: Mapping[str, TensorEntry]
-    ) -> tuple[dict[str, _Name], tuple[TensorEntry, ...]]:
+    ) -> tuple[dict[str, TensorName], tuple[TensorEntry, ...]]:
         """LoRA factors with their parsed names, and everything else. Raises AdapterError."""
         if not tensors:
             self._fail("holds no tensors: an empty save, as ZeRO-3 leaves behind", "empty")
-        names: dict[str, _Name] = {}
+        names: dict[str, TensorName] = {}
         others: list[TensorEntry] = []
         for name, entry in tensors.items():
-            parsed = _parse(name)
+            parsed = parse_name(name)
             if parsed is None:
                 others.append(entry)
             else:
@@ -116,32 +99,36 @@ class Coverage:
         return names, tuple(others)
 
     def bind(
-        self, names: Mapping[str, _Name], tensors: Mapping[str, TensorEntry], max_rank: int
-    ) -> dict[tuple[int, str], ModuleWeights]:
-        """The factors of every adapted (layer, module), fused ones split. Raises AdapterError."""
+        self, names: Mapping[str, TensorName], tensors: Mapping[str, TensorEntry], max_rank: int
+    ) -> BoundTensors:
+        """What every adapted (layer, module) has. Raises AdapterError."""
         prefix = self._check_forms(names)
-        pairs = self._pair(names, tensors)
-        self._check_dtypes(pairs)
-        self._check_base(pairs)
-        weights: dict[tuple[int, str], ModuleWeights] = {}
-        for (layer, module), pair in pairs.items():
-            path = _path(prefix, layer, module)
-            bound = self._weights(path, pair, max_rank)
+        parts: _Parts = {}
+        for name, parsed in names.items():
+            parts.setdefault((parsed.layer, parsed.module), {})[parsed.part] = tensors[name]
+        self._check_dtypes(parts)
+        self._check_base(parts)
+        adapted = {key: found for key, found in parts.items() if found.keys() - {"bias"}}
+        weights: dict[_Key, ModuleWeights] = {}
+        for (layer, module), found in adapted.items():
+            bound = self._weights(module_path(prefix, layer, module), found, max_rank)
             for member, part in self._members(module, bound):
-                if (layer, member) in weights:
-                    self._fail(
-                        f"tensor {quoted(part.lora_b.name)}: layer {layer} has {member} twice,"
-                        " fused and alone",
-                        "duplicate",
-                        part.lora_b.name,
-                    )
-                weights[layer, member] = part
-        self._check_declared(prefix, pairs, weights)
-        self.notes = tuple(
-            f"{field}: {quoted(key)} matches no adapted module"
-            for field, key in self._unused_patterns(prefix, pairs)
+                self._enter(weights, (layer, member), part, part.lora_b)
+        biases: dict[_Key, TensorEntry] = {}
+        for (layer, module), found in parts.items():
+            if "bias" in found:
+                for member, entry in self._cut(module, found["bias"]):
+                    self._enter(biases, (layer, member), entry, entry)
+        self._check_declared(prefix, adapted, weights)
+        notes = self._check_biases(weights, biases)
+        self.notes = (
+            *notes,
+            *(
+                f"{field}: {quoted(key)} matches no adapted module"
+                for field, key in self._unused_patterns(prefix, adapted)
+            ),
         )
-        return weights
+        return BoundTensors(weights, biases)
 
     def unknown(self, entry: TensorEntry) -> AdapterError:
         """The refusal of a tensor that is no LoRA factor of a known module."""
@@ -162,7 +149,7 @@ class Coverage:
         what = next((what for part, what in _UNSUPPORTED if part in name), "an unknown tensor")
         return AdapterError(
             f"{self._where}: {lead}tensor {quoted(name)}: {what}, which is not supported; expected"
-            f" names such as {_EXAMPLE}",
+            f" names such as {EXAMPLE}",
             reason="unsupported_tensor",
             field=name,
         )
@@ -181,9 +168,10 @@ class Coverage:
                 "modules_to_save",
             )
 
-    def _check_forms(self, names: Mapping[str, _Name]) -> str:
+    def _check_forms(self, names: Mapping[str, TensorName]) -> str:
         """All names share one prefix and one adapter segment; gives the prefix of module paths."""
-        forms = {parsed.form: name for name, parsed in names.items()}
+        forms = {parsed.form: name for name, parsed in names.items() if parsed.part != "bias"}
+        forms = forms or {parsed.form: name for name, parsed in names.items()}
         if len(forms) > 1:
             one, other, *_ = forms.values()
             self._fail(
@@ -193,28 +181,20 @@ class Coverage:
                 other,
             )
         prefix = next(iter(forms))[0]
+        for name, parsed in names.items():
+            if parsed.prefix != prefix:
+                self._fail(
+                    f"tensor {quoted(name)}: its path begins otherwise than those of the factors",
+                    "mixed_names",
+                    name,
+                )
         while prefix.startswith("base_model.model."):
             prefix = prefix.removeprefix("base_model.model.")
         return prefix or "model."
 
-    def _pair(self, names: Mapping[str, _Name], tensors: Mapping[str, TensorEntry]) -> _Pairs:
-        pairs: _Pairs = {}
-        for name, parsed in names.items():
-            pairs.setdefault((parsed.layer, parsed.module), {})[parsed.matrix] = tensors[name]
-        for pair in pairs.values():
-            if len(pair) != 2:
-                matrix, entry = next(iter(pair.items()))
-                other = "B" if matrix == "A" else "A"
-                self._fail(
-                    f"tensor {quoted(entry.name)}: has no lora_{other} beside it",
-                    "unpaired",
-                    entry.name,
-                )
-        return pairs
-
-    def _check_dtypes(self, pairs: _Pairs) -> None:
-        for pair in pairs.values():
-            for entry in pair.values():
+    def _check_dtypes(self, parts: _Parts) -> None:
+        for found in parts.values():
+            for entry in found.values():
                 if entry.nbytes == 0:
                     self._fail(
                         f"tensor {quoted(entry.name)}: empty, shape {list(entry.shape)}; most"
@@ -230,38 +210,47 @@ class Coverage:
                         entry.name,
                     )
 
-    def _check_base(self, pairs: _Pairs) -> None:
+    def _check_base(self, parts: _Parts) -> None:
         """Layers and sizes are this base's; the error gives the first mismatch and their count."""
         mismatches: list[tuple[str, str]] = []
-        for (layer, module), pair in pairs.items():
-            d_in, d_out = self._shapes[module]
-            for entry, axis, size in ((pair["A"], 1, d_in), (pair["B"], 0, d_out)):
-                found = self._mismatch(layer, entry, axis, size)
-                if found:
-                    mismatches.append((entry.name, found))
+        for (layer, module), found in parts.items():
+            for part, entry in found.items():
+                problem = self._mismatch(layer, module, part, entry)
+                if problem:
+                    mismatches.append((entry.name, problem))
         if mismatches:
-            name, found = mismatches[0]
+            name, problem = mismatches[0]
             self._fail(
-                f"tensor {quoted(name)}: {found}; {len(mismatches)} of {2 * len(pairs)} tensors do"
-                " not fit: made for another base?",
+                f"tensor {quoted(name)}: {problem}; {len(mismatches)} of"
+                f" {sum(map(len, parts.values()))} tensors do not fit: made for another base?",
                 "base_mismatch",
                 name,
             )
 
-    def _mismatch(self, layer: int, entry: TensorEntry, axis: int, size: int) -> str:
+    def _mismatch(self, layer: int, module: str, part: Part, entry: TensorEntry) -> str:
         """How `entry` differs from the base; empty where it does not."""
         layers = self._geometry.num_layers
         if layer >= layers:
             return f"layer {layer}, the base has {layers} layers (0 to {layers - 1})"
-        if len(entry.shape) != 2:
-            return f"shape {list(entry.shape)}, expected two dimensions"
-        if entry.shape[axis] != size:
-            wanted = [entry.shape[0], size] if axis else [size, entry.shape[1]]
-            return f"shape {list(entry.shape)}, the base needs {wanted}"
-        return ""
+        d_in, d_out = self._shapes[module]
+        shape = list(entry.shape)
+        if part not in ("A", "B"):
+            if part == "bias" and not self._has_bias(module):
+                return "the base has no bias there"
+            return "" if shape == [d_out] else f"shape {shape}, the base needs {[d_out]}"
+        if len(shape) != 2:
+            return f"shape {shape}, expected two dimensions"
+        wanted = [shape[0], d_in] if part == "A" else [d_out, shape[1]]
+        return "" if shape == wanted else f"shape {shape}, the base needs {wanted}"
 
-    def _weights(self, path: str, pair: dict[str, TensorEntry], max_rank: int) -> ModuleWeights:
-        a, b = pair["A"], pair["B"]
+    def _has_bias(self, module: str) -> bool:
+        return FUSED.get(module, (module,))[0] in self._geometry.biased_modules
+
+    def _weights(
+        self, path: str, found: Mapping[Part, TensorEntry], max_rank: int
+    ) -> ModuleWeights:
+        self._check_parts(path, found)
+        a, b = found["A"], found["B"]
         rank = a.shape[0]
         if b.shape[1] != rank:
             self._fail(
@@ -283,29 +272,100 @@ class Coverage:
                 "rank",
                 a.name,
             )
-        return ModuleWeights(a, b, rank, self._config.scaling_of(path, rank))
+        scaling = self._config.scaling_of(path, rank)
+        return ModuleWeights(a, b, rank, scaling, found.get("magnitude"), found.get("lora_bias"))
+
+    def _check_parts(self, path: str, found: Mapping[Part, TensorEntry]) -> None:
+        """Both factors are there, and what the config says goes with them."""
+        first = next(iter(found.values()))
+        for part in ("A", "B"):
+            if part not in found:
+                self._fail(
+                    f"tensor {quoted(first.name)}: has no lora_{part} beside it",
+                    "unpaired",
+                    first.name,
+                )
+        expected: tuple[tuple[Part, str, bool, str], ...] = (
+            ("magnitude", "use_dora", self._config.use_dora, "lora_magnitude_vector"),
+            ("lora_bias", "lora_bias", self._config.lora_bias, "lora_B.bias"),
+        )
+        for part, field, wanted, tensor in expected:
+            if wanted and part not in found:
+                self._fail(f"{field}: {path} has no {tensor}", "missing_tensors", field)
+            if part in found and not wanted:
+                name = found[part].name
+                self._fail(
+                    f"tensor {quoted(name)}: the config does not say {field}: true",
+                    "not_declared",
+                    name,
+                )
+
+    def _enter(self, target: dict[_Key, _T], key: _Key, value: _T, entry: TensorEntry) -> None:
+        """Put `value` at `key`; a module may not come fused and alone."""
+        if key in target:
+            self._fail(
+                f"tensor {quoted(entry.name)}: layer {key[0]} has {key[1]} twice, fused and alone",
+                "duplicate",
+                entry.name,
+            )
+        target[key] = value
 
     def _members(self, module: str, bound: ModuleWeights) -> Iterator[tuple[str, ModuleWeights]]:
-        """A fused module's parts: A is shared, B is cut by the base's row counts."""
-        if module not in FUSED:
-            yield module, bound
-            return
-        b, row = bound.lora_b, 0
-        row_bytes = b.nbytes // b.shape[0]
-        for member in FUSED[module]:
+        """A fused module's parts: A is shared, the rest is cut by the base's row counts."""
+        rows = dict(self._cut(module, bound.lora_b))
+        magnitudes = dict(self._cut(module, bound.magnitude)) if bound.magnitude else {}
+        biases = dict(self._cut(module, bound.lora_bias)) if bound.lora_bias else {}
+        for member, lora_b in rows.items():
+            yield member, bound._replace(
+                lora_b=lora_b, magnitude=magnitudes.get(member), lora_bias=biases.get(member)
+            )
+
+    def _cut(self, module: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
+        """`entry` [d_out, ...] by the modules whose rows it holds."""
+        row_bytes = entry.nbytes // entry.shape[0]
+        row = 0
+        for member in FUSED.get(module, (module,)):
             rows = self._shapes[member][1]
-            part = TensorEntry(
-                b.name, b.file, b.dtype, (rows, bound.rank), b.offset + row * row_bytes,
-                rows * row_bytes,
+            yield member, TensorEntry(
+                entry.name, entry.file, entry.dtype, (rows, *entry.shape[1:]),
+                entry.offset + row * row_bytes, rows * row_bytes,
             )  # fmt: skip
-            yield member, ModuleWeights(bound.lora_a, part, bound.rank, bound.scaling)
             row += rows
+
+    def _check_biases(
+        self, weights: Mapping[_Key, ModuleWeights], biases: Mapping[_Key, TensorEntry]
+    ) -> tuple[str, ...]:
+        """Biases are those that `bias` declares, all of them; gives notes."""
+        mode, geometry = self._config.bias, self._geometry
+        layers, biased = range(geometry.num_layers), geometry.biased_modules
+        wanted = {(layer, module) for layer in layers for module in biased}
+        if mode != "all":
+            wanted = {key for key in wanted if mode == "lora_only" and key in weights}
+        for key, entry in biases.items():
+            if key not in wanted:
+                self._fail(
+                    f"tensor {quoted(entry.name)}: a trained bias, which the config's bias:"
+                    f" {mode} leaves out",
+                    "not_declared",
+                    entry.name,
+                )
+        if biases and wanted - biases.keys():
+            layer, module = min(wanted - biases.keys())
+            self._fail(
+                f"bias: {mode} is declared but layer {layer} {module} has no bias; {len(biases)} of"
+                f" {len(wanted)} are there",
+                "missing_tensors",
+                "bias",
+            )
+        if wanted and not biases:  # older versions of PEFT saved none
+            return (f"bias: {mode} is declared but none is stored: the base's are used",)
+        return ()
 
     def _check_declared(
         self,
         prefix: str,
-        pairs: _Pairs,
-        weights: Mapping[tuple[int, str], ModuleWeights],
+        adapted: _Parts,
+        weights: Mapping[_Key, ModuleWeights],
     ) -> None:
         """The modules with tensors are exactly those that the config targets."""
         targets = self._config.targets
@@ -316,10 +376,10 @@ class Coverage:
                     "unsupported",
                     "target_modules",
                 )
-        for (layer, module), pair in pairs.items():
-            path = _path(prefix, layer, module)
+        for (layer, module), found in adapted.items():
+            path = module_path(prefix, layer, module)
             if not targets(path):
-                name = pair["A"].name
+                name = found["A"].name
                 self._fail(
                     f"tensor {quoted(name)}: target_modules, exclude_modules and"
                     f" layers_to_transform leave {path} out",
@@ -329,9 +389,9 @@ class Coverage:
         declared = [
             path
             for layer in range(self._geometry.num_layers)
-            for module in _BLOCKS
+            for module in BLOCKS
             if module not in FUSED
-            and targets(path := _path(prefix, layer, module))
+            and targets(path := module_path(prefix, layer, module))
             and (layer, module) not in weights
         ]
         if declared:
@@ -342,7 +402,7 @@ class Coverage:
                 "target_modules",
             )
 
-    def _unused_patterns(self, prefix: str, pairs: _Pairs) -> Iterator[tuple[str, str]]:
+    def _unused_patterns(self, prefix: str, adapted: _Parts) -> Iterator[tuple[str, str]]:
         """Keys of rank_pattern and alpha_pattern that PEFT would warn of."""
         config = self._config
         for field, keys in (
@@ -350,23 +410,6 @@ class Coverage:
             ("alpha_pattern", config.alpha_pattern),
         ):
             for key in keys:
-                paths = (_path(prefix, layer, module) for layer, module in pairs)
+                paths = (module_path(prefix, *module) for module in adapted)
                 if not any(matches_key(key, path) for path in paths):
                     yield field, key
-
-
-# A fleet's adapters share their names, so taking names apart is paid for once.
-@lru_cache(maxsize=65536)
-def _path(prefix: str, layer: int, module: str) -> str:
-    return f"{prefix}layers.{layer}.{_BLOCKS[module]}.{module}"
-
-
-@lru_cache(maxsize=65536)
-def _parse(name: str) -> _Name | None:
-    match = _NAME.fullmatch(name)
-    if match is None or _BLOCKS.get(match["module"]) != match["block"]:
-        return None
-    return _Name(
-        match["prefix"], int(match["layer"]), match["module"], match["matrix"],
-        match["adapter"] or "",
-    )  # fmt: skip

@@ -20,8 +20,9 @@ from multilora_cli.adapters.safetensors_header import (
     open_file,
 )
 from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.vectors import BaseRows, vectors_of
 from multilora_cli.errors import AdapterError
-from multilora_kernels.layout import Block, ImagePlan
+from multilora_kernels.layout import Block, ImagePlan, VectorKind
 
 _FILE_DTYPES = {
     "F64": torch.float64,
@@ -44,22 +45,28 @@ def build_image(
     dtype: torch.dtype,
     out: torch.Tensor,
     *,
+    base: BaseRows | None = None,
     check_values: bool = True,
 ) -> tuple[str, ...]:
     """Read, convert and place every weight of `adapter`; gives notes for people.
 
     Args:
         adapter: as read; refused when its files changed since.
-        plan: from plan_image(adapter.ranks, ...) with this dtype's item size.
+        plan: from plan_image(adapter.ranks, ..., adapter.extras) with this dtype's item size.
         dtype: compute dtype: bfloat16, float16 or float32.
         out: uint8 [plan.num_pages, plan.page_bytes], contiguous, on the CPU; wholly overwritten.
+        base: the base that it is served on; needed by DoRA and trained biases.
         check_values: refuse NaN, infinity and overflow of `dtype`.
 
     Raises AdapterError naming tensor and count.
     """
     if out.shape != (plan.num_pages, plan.page_bytes) or out.dtype != torch.uint8:
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, the plan needs other pages")
-    if dtype.itemsize != plan.itemsize or plan.ranks != adapter.ranks:
+    if (dtype.itemsize, adapter.ranks, adapter.extras) != (
+        plan.itemsize,
+        plan.ranks,
+        plan.extras,
+    ):
         raise ValueError("the plan was made for another adapter or dtype")
     _zero_gaps(plan, out)
     blocks = _blocks_by_matrix(plan)
@@ -72,6 +79,11 @@ def build_image(
             _place_b(blocks[layer, module, "b"], lora_b, weights.scaling, dtype, out)
         if check_values and not _all_finite(out, dtype):
             raise _not_finite(adapter, reader, dtype)
+        if plan.vectors:
+            if base is None:
+                raise ValueError("DoRA and trained biases need the base")
+            _fill_vectors(adapter, plan, reader, base, out)
+            return ()
     return ("every lora_B is zero: answers equal the base's",) if all_zero else ()
 
 
@@ -83,6 +95,7 @@ class _Reader:
         self._files: dict[Path, OpenFile] = {}
         self._stack = ExitStack()
         largest = max(max(w.lora_a.nbytes, w.lora_b.nbytes) for w in adapter.weights.values())
+        largest = max([largest, *(bias.nbytes for bias in adapter.biases.values())])
         self._scratch = torch.empty(largest, dtype=torch.uint8)
 
     def __enter__(self) -> "_Reader":
@@ -204,13 +217,26 @@ def _place_b(
             view[:, real:] = 0
 
 
+def _fill_vectors(
+    adapter: AdapterFile, plan: ImagePlan, reader: _Reader, base: BaseRows, out: torch.Tensor
+) -> None:
+    """Scales and shifts, after the check of all weights: their bits mean nothing to it."""
+    key, values = (-1, ""), dict[VectorKind, torch.Tensor]()
+    for block in plan.vectors:
+        if key != (block.layer, block.module):
+            key = (block.layer, block.module)
+            values = vectors_of(adapter, key, reader.read, base)
+        part = values[block.kind][block.start : block.start + block.length]
+        out[block.page, block.offset : block.offset + part.nbytes] = part.view(torch.uint8)
+
+
 def _block_view(block: Block, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
     nbytes = block.rank_width * block.length * dtype.itemsize
     return out[block.page, block.offset : block.offset + nbytes].view(dtype)
 
 
 def _zero_gaps(plan: ImagePlan, out: torch.Tensor) -> None:
-    """Bytes that belong to no block hold zeros, never what lay there before."""
+    """Bytes that hold no weights are zero, never what lay there before; vectors come later."""
     ends = [0] * plan.num_pages
     for block in sorted(plan.blocks, key=lambda b: (b.page, b.offset)):
         if block.offset > ends[block.page]:

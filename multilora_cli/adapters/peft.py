@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multilora_cli.adapters.coverage import Coverage, ModuleWeights
+from multilora_cli.adapters.coverage import BoundTensors, Coverage, ModuleWeights
 from multilora_cli.adapters.module_pattern import PatternError
 from multilora_cli.adapters.peft_config import (
     CONFIG_BYTES_MAX,
@@ -28,6 +28,7 @@ from multilora_cli.adapters.safetensors_header import (
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_kernels.layout import VECTOR_ITEMSIZE, Extras, VectorKind
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
@@ -51,6 +52,9 @@ class AdapterFile:
     config: AdapterConfig
     tensors: Mapping[str, TensorEntry]  # by the name in the file
     weights: Mapping[tuple[int, str], ModuleWeights]  # by (layer, module), fused ones split
+    biases: Mapping[tuple[int, str], TensorEntry]  # replace the base's, by (layer, module)
+    extras: Extras  # what its image holds beside the factors
+    num_vector_elements: int  # numbers in all vectors of `extras`
     files: tuple[FileIdentity, ...]  # the config, then the weight files by name
     notes: tuple[str, ...]
 
@@ -82,8 +86,12 @@ class AdapterFile:
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all factors; times the compute dtype's size, what the adapter costs."""
+        """Numbers in all factors."""
         return sum(w.rank * (w.lora_a.shape[1] + w.lora_b.shape[0]) for w in self.weights.values())
+
+    def num_bytes(self, itemsize: int) -> int:
+        """What the adapter costs when its factors take `itemsize` bytes each, rounding aside."""
+        return self.num_weights * itemsize + self.num_vector_elements * VECTOR_ITEMSIZE
 
 
 def read_adapter(
@@ -114,14 +122,17 @@ def read_adapter(
         tensors = _merged(headers)
         coverage = Coverage(config, geometry, str(folder))
         names, others = coverage.split(tensors)
-        _check_bias(config, geometry, folder, others)
         copies = _check_others(coverage, others, geometry, base_folder)
-        weights = coverage.bind(names, tensors, max_rank)
+        bound = coverage.bind(names, tensors, max_rank)
+    extras, shapes = _extras(bound, geometry), geometry.module_shapes
     return AdapterFile(
         folder=folder,
         config=config,
         tensors=tensors,
-        weights=weights,
+        weights=bound.weights,
+        biases=bound.biases,
+        extras=extras,
+        num_vector_elements=sum(shapes[module][1] for _, module, _ in extras.vectors),
         files=(identity, *(header.identity for header in headers)),
         notes=(*notes, *config.notes, *file_notes, *copies, *coverage.notes),
     )
@@ -232,22 +243,20 @@ def _merged(headers: tuple[SafetensorsHeader, ...]) -> Mapping[str, TensorEntry]
     return {name: entry for header in headers for name, entry in header.tensors.items()}
 
 
-def _check_bias(
-    config: AdapterConfig,
-    geometry: ModelGeometry,
-    folder: Path,
-    others: tuple[TensorEntry, ...],
-) -> None:
-    """A bias setting is harmless where the base has no biases: PEFT then stores none."""
-    stored = [entry.name for entry in others if entry.name.endswith(".bias")]
-    has_bias = geometry.qkv_bias or geometry.o_bias or geometry.mlp_bias
-    if config.bias != "none" and (stored or has_bias):
-        raise AdapterError(
-            f"{folder / CONFIG_NAME}: bias: found {config.bias!r} with {len(stored)} bias tensors:"
-            " trained biases are not supported",
-            reason="unsupported",
-            field="bias",
-        )
+def _extras(bound: BoundTensors, geometry: ModelGeometry) -> Extras:
+    """The vectors that the tensors come down to: y = scale * (W x + b + B A x) + shift.
+
+    DoRA scales W x + B A x but not the base's bias, so where there is one a shift sets it right.
+    """
+    vectors: set[tuple[int, str, VectorKind]] = {(*key, "shift") for key in bound.biases}
+    for key, weights in bound.weights.items():
+        if weights.magnitude is not None:
+            vectors.add((*key, "scale"))
+            if key[1] in geometry.biased_modules:
+                vectors.add((*key, "shift"))
+        if weights.lora_bias is not None:
+            vectors.add((*key, "shift"))
+    return Extras(frozenset(vectors))
 
 
 def _check_others(

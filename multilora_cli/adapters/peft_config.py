@@ -44,14 +44,12 @@ _HARMLESS = frozenset(
 _UNDERSTOOD = frozenset(
     {
         "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights",
-        "layers_pattern", "layers_to_transform", "lora_alpha", "modules_to_save", "peft_type", "r",
-        "rank_pattern", "target_modules", "use_rslora",
+        "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save",
+        "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "use_dora": "DoRA rescales every output row of the base weight",
-        "lora_bias": "a bias on lora_B is added to the output",
         "fan_in_fan_out": "the weights are stored transposed",
         "alora_invocation_tokens": "an activated LoRA applies only after its invocation tokens",
         "layer_replication": "the base is rebuilt from repeated layers",
@@ -85,6 +83,8 @@ class AdapterConfig:
     layers_pattern: tuple[str, ...]
     random_init: bool  # PEFT fills what the file lacks with random numbers, not zeros
     bias: str  # none, all or lora_only
+    use_dora: bool
+    lora_bias: bool
     modules_to_save: tuple[str, ...]
     base_model_name: str | None
     notes: tuple[str, ...]
@@ -183,11 +183,15 @@ class _Reader:
             layers_pattern=self._layers_pattern(),
             random_init=self._random_init(),
             bias=self._bias(),
+            use_dora=self._flag("use_dora"),
+            lora_bias=self._flag("lora_bias"),
             modules_to_save=tuple(self._names("modules_to_save")),
             base_model_name=self._base_model_name(),
             notes=tuple(self._notes),
         )
         self._check_layers(config)
+        if config.lora_bias and config.use_dora:
+            self._fail("lora_bias", "cannot be combined with use_dora, as PEFT says too")
         return config
 
     def _fail(self, field: str, message: str, reason: str = "invalid") -> NoReturn:

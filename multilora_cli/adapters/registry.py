@@ -358,7 +358,7 @@ class Registry:
             rank=shape.max_rank,
             modules=shape.modules,
             num_bound=shape.num_bound,
-            num_bytes=shape.num_weights * self._base.itemsize,
+            num_bytes=shape.num_bytes(self._base.itemsize),
             base_model_name=shape.base_model_name,
             notes=(*self._notes_on(adapter), *shape.notes),
         )

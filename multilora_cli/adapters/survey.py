@@ -38,8 +38,9 @@ from multilora_cli.adapters.safetensors_header import (
 )
 from multilora_cli.adapters.strict_json import JsonError, parse_json
 from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_kernels.layout import NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorKind
 
-_FORMAT = 1  # grows when the file below changes, or what adapters are checked for
+_FORMAT = 2  # grows when the file below changes, or what adapters are checked for
 _METADATA = re.compile(rb'\{"__metadata__":(\{[^{}\\]*\}),(?=")')
 _Key = tuple[int, int, int, int, int]
 
@@ -48,7 +49,9 @@ class Shape(msgspec.Struct, frozen=True):
     """What config and headers say, the same for many adapters."""
 
     ranks_by_module: dict[str, list[int]]  # true rank in every layer, 0 where it is not adapted
+    vectors: tuple[tuple[int, str, VectorKind], ...]  # layer, module and kind, in order
     num_weights: int  # numbers in all factors
+    num_vector_elements: int  # numbers in all vectors
     base_model_name: str | None
     notes: tuple[str, ...]
 
@@ -61,6 +64,15 @@ class Shape(msgspec.Struct, frozen=True):
             for layer, rank in enumerate(ranks)
             if rank
         }
+
+    @property
+    def extras(self) -> Extras:
+        """What its image holds beside the factors."""
+        return Extras(frozenset(self.vectors)) if self.vectors else NO_EXTRAS
+
+    def num_bytes(self, itemsize: int) -> int:
+        """As `AdapterFile.num_bytes`."""
+        return self.num_weights * itemsize + self.num_vector_elements * VECTOR_ITEMSIZE
 
     @property
     def max_rank(self) -> int:
@@ -248,7 +260,7 @@ def _without_metadata(header: bytes) -> bytes:
 
 def _follows_from_header(adapter: AdapterFile) -> bool:
     """Tensors beside the factors may be copies of the base's, which only their values tell."""
-    return all(".lora_" in name for name in adapter.tensors)
+    return all(".lora_" in name or name.endswith(".bias") for name in adapter.tensors)
 
 
 def _survey_of(adapter: AdapterFile) -> Survey:
@@ -263,7 +275,9 @@ def _shape_of(adapter: AdapterFile) -> Shape:
             module: [ranks.get((layer, module), 0) for layer in range(num_layers)]
             for module in adapter.modules
         },
+        vectors=tuple(sorted(adapter.extras.vectors)),
         num_weights=adapter.num_weights,
+        num_vector_elements=adapter.num_vector_elements,
         base_model_name=adapter.base_model_name,
         notes=adapter.notes,
     )

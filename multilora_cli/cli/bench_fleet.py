@@ -66,7 +66,10 @@ def _costs(request: "PlanRequest", card: "Gpu", adapters: "Sequence[Adapter]") -
     from multilora_cli.bench.bound import Costs
     from multilora_cli.sizing.budget import base_bytes
 
-    found = {shape.name: request.cost(shape.ranks).weight_bytes for shape in request.adapters}
+    found = {
+        shape.name: request.cost(shape.ranks, shape.extras).weight_bytes
+        for shape in request.adapters
+    }
     return Costs(
         gpu=card,
         geometry=request.geometry,

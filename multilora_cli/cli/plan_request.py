@@ -155,7 +155,8 @@ def _adapters(
             faults.append(f"{adapter.name}: {found.message}")
             continue
         base = found.shape.base_model_name or ""
-        shapes.append(AdapterShape(adapter.name, found.shape.ranks, base, adapter.pin == "hot"))
+        shape, pinned = found.shape, adapter.pin == "hot"
+        shapes.append(AdapterShape(adapter.name, shape.ranks, base, pinned, shape.extras))
     if faults:
         raise AdapterError("\n".join(faults))
     return shapes

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
+from multilora_cli.adapters.vectors import UnknownBase
 from multilora_cli.cli.base import Report, fetch_base
 from multilora_cli.cli.fleet_adapters import read_fleet_adapters
 from multilora_cli.cli.startup import engine_config
@@ -206,7 +207,8 @@ class Verification:
     def _reader(self) -> AdapterReader:
         kv = choose_kv_dtype(self._config.kv_cache_dtype, self._dtype)
         page = kv_page_bytes(self._geometry, kv.itemsize)
-        return AdapterReader(self._config, self._geometry, page, self._dtype, Failpoints({}))
+        base = UnknownBase(self._geometry)  # nothing is served from these images
+        return AdapterReader(self._config, self._geometry, page, base, self._dtype, Failpoints({}))
 
     def _check_memory(self) -> None:
         """Loading the base must not be what ends this process."""

@@ -29,6 +29,7 @@ from multilora_cli.memory.kv_cache import KVCache
 from multilora_cli.memory.page_buffer import PageBuffer
 from multilora_cli.memory.page_pool import PagePool
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, PrefixCache
+from multilora_cli.models.base_rows import BaseRows
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
@@ -90,11 +91,12 @@ class _Assembly:
             self.allocation.device,
         )
 
-    def residency(self, loaders: ThreadPoolExecutor) -> Residency:
+    def residency(self, loaders: ThreadPoolExecutor, decoder: Decoder) -> Residency:
         """Adapters: warm images in host memory, hot ones in the pool."""
         config, device = self.config, self.allocation.device
         page_bytes, dtype = self.pool.page_bytes, self.allocation.dtype
-        reader = AdapterReader(config, self.geometry, page_bytes, dtype, self.failpoints)
+        base = BaseRows(decoder)
+        reader = AdapterReader(config, self.geometry, page_bytes, base, dtype, self.failpoints)
         warm = HostCache(config.host_adapter_bytes, reader.open, pin=device.type == "cuda")
         if device.type == "cuda":
             warm.prepare(min(config.host_adapter_bytes, _PINNED_AT_START))
@@ -188,7 +190,7 @@ def build_engine(
     assembly.take_memory()
     report("pool", 1, 1)
     loaders = ThreadPoolExecutor(config.num_loaders, thread_name_prefix="adapter-loader")
-    residency = assembly.residency(loaders)
+    residency = assembly.residency(loaders, decoder)
     runner = assembly.runner(decoder)
     return Engine(
         EngineParts(

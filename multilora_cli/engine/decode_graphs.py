@@ -91,10 +91,13 @@ class DecodeGraphs:
         """Whether these rows are a step that was captured: one token each, and not too many.
 
         Log-probabilities of a prompt are taken from hidden states, which a graph does not keep.
+        Steps in which an adapter has vectors (DoRA, trained biases) are launched eagerly.
         """
+        vectors = self._builder.table.has_vectors
         return (
             len(rows) <= self._row_counts[-1]
             and rows[-1].length == 1
+            and not any(vectors[row.sequence.slot] for row in rows)
             and not any(row.sequence.wants_prompt_logprobs for row in rows)
         )
 

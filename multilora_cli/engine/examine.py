@@ -78,7 +78,7 @@ def examine(
         num_tensors=len(adapter.tensors),
         num_modules=len(adapter.weights),
         rows=tuple(_module_rows(adapter, config)),
-        num_bytes=adapter.num_weights * plan.itemsize,
+        num_bytes=adapter.num_bytes(plan.itemsize),
         num_pages=plan.num_pages,
         pool_bytes=plan.num_pages * plan.page_bytes,
         idle=idle,

@@ -5,7 +5,7 @@ with it, and neither the binding of names, nor the scale, nor any layout.
 
     LoRA        W + s B A, s = alpha / r or alpha / sqrt(r), alpha by alpha_pattern
     DoRA        every row of that rescaled to the length that lora_magnitude_vector says
-    bias        the stored bias in place of the base's
+    bias        the stored bias in place of the base's; lora_B.bias is added, times s
     embeddings  E + s (B A)^T, of lora_embedding_A [r, vocab] and lora_embedding_B [hidden, r]
     saved       a whole matrix in place of the base's, with rows for added tokens
 """
@@ -33,7 +33,8 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.(.+)"
 _OUTSIDE = re.compile(r"(?:.*\.)?(embed_tokens|lm_head)\.(.+)")
 # The last part of a tensor's name, without an adapter's own name in between, and what it is.
 _ROLE = re.compile(
-    r"(?:(?P<matrix>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:(?P<lora_bias>lora_B(?:\.[^.]+)??\.bias)"
+    r"|(?P<matrix>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.[^.]+)??(?:\.weight)?"
     r"|(?:base_layer\.|original_module\.)?(?P<own>weight|bias))"
 )
@@ -92,7 +93,13 @@ class MergedAdapter:
         if "lora_magnitude_vector" in tensors:
             length = self._read(tensors["lora_magnitude_vector"]).reshape(-1)[rows]
             weight = weight * (length / weight.norm(dim=1))[:, None]
-        return weight, self._read(tensors["bias"])[rows] if "bias" in tensors else bias
+        if "bias" in tensors:
+            bias = self._read(tensors["bias"])[rows]
+        if "lora_B.bias" in tensors:
+            scale = self._scale(path, tensors["lora_A"])
+            more = scale * self._read(tensors["lora_B.bias"])[rows]
+            bias = more if bias is None else bias + more
+        return weight, bias
 
     def is_idle(self, layer: int, module: str, x: torch.Tensor) -> bool:
         """Whether one projection stays the base's: B (A x) is zero for x fp32 [in, N]."""
@@ -175,7 +182,7 @@ def _place(name: str) -> tuple[_Place, str]:
     role = _ROLE.fullmatch(last)
     if role is None:
         raise AssertionError(f"{name}: a tensor that reading should have refused")
-    return place, role["matrix"] or role["own"]
+    return place, role["matrix"] or role["own"] or "lora_B.bias"
 
 
 def _as_checkpoint(adapter: AdapterFile) -> Checkpoint:

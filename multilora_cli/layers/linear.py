@@ -1,5 +1,6 @@
 """Linear layers with the adapters written in: y = W x + b, then y += B_s (A_s x) per token row.
 
+DoRA and trained biases then scale and shift y by vectors (see `multilora_kernels.scale_shift`).
 q, k and v are one packed multiply, and so are gate and up. How W is stored is behind `Weight`.
 """
 
@@ -13,6 +14,7 @@ from multilora_kernels.add_lora import add_lora
 from multilora_kernels.bf16_gemv import bf16_gemv
 from multilora_kernels.fp8_quant import RowScaling
 from multilora_kernels.rows import Rows
+from multilora_kernels.scale_shift import scale_shift
 
 
 class Weight(Protocol):
@@ -152,4 +154,5 @@ class LoraLinear:
         if ctx.segments is not None and ctx.segments.has_adapters:
             assert ctx.table is not None, "segments with adapters need their table"
             add_lora(y, rows.x, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
+            scale_shift(y, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
         return y

@@ -85,6 +85,7 @@ class Decoder:
         self.quantised: list[Weight] = []
         self.notes: tuple[str, ...] = ()  # on how the weights are stored, for people
         self._quantised = quantised
+        self._projections: dict[tuple[int, str], tuple[LoraLinear, slice]] = {}
         self.embedding = Embedding(geometry.vocab_size, geometry.hidden_size, dtype, device)
         self.tensors["model.embed_tokens.weight"] = self.embedding.weight
         self.rotary = Rotary(geometry.rope, geometry.head_dim, device)
@@ -97,6 +98,10 @@ class Decoder:
         """Bytes of all weights on the device, a tied head counted once."""
         dense = sum(tensor.nbytes for tensor in self.tensors.values())
         return dense + sum(weight.nbytes for weight in self.quantised)
+
+    def projection(self, layer: int, module: str) -> tuple[LoraLinear, slice]:
+        """The packed projection that holds `module` of a layer, and the rows that are its own."""
+        return self._projections[layer, module]
 
     @torch.inference_mode()
     def forward(
@@ -169,15 +174,17 @@ class Decoder:
         bias = None
         if has_bias:
             bias = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
+        linear = LoraLinear(weight, layer, group, bias)
         start = 0
         for module, size in zip(modules, sizes, strict=True):
             name = projection_name(layer, module)
+            self._projections[layer, module] = (linear, slice(start, start + size))
             if dense is not None:
                 self.tensors[name + ".weight"] = dense.tensor[start : start + size]
             if bias is not None:
                 self.tensors[name + ".bias"] = bias[start : start + size]
             start += size
-        return LoraLinear(weight, layer, group, bias)
+        return linear
 
     def _head(self) -> Head:
         geometry = self.geometry

@@ -84,14 +84,9 @@ def base_bytes(
 ) -> BaseBytes:
     """Bytes of a base's weights; `itemsize` of the compute dtype, which all but linears keep."""
     table = geometry.vocab_size * geometry.hidden_size * itemsize
-    biased = {
-        "q_proj": geometry.qkv_bias, "k_proj": geometry.qkv_bias, "v_proj": geometry.qkv_bias,
-        "o_proj": geometry.o_bias, "gate_proj": geometry.mlp_bias, "up_proj": geometry.mlp_bias,
-        "down_proj": geometry.mlp_bias,
-    }  # fmt: skip
     shapes = geometry.module_shapes
     projections = {
-        module: geometry.num_layers * d_out * biased[module] * itemsize
+        module: geometry.num_layers * d_out * (module in geometry.biased_modules) * itemsize
         for module, (_, d_out) in shapes.items()
     }
     for layer in range(geometry.num_layers):
@@ -203,7 +198,8 @@ def max_blocks(pool_bytes: int, page_bytes: int) -> int:
 def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int:
     """Bytes of an adapter table for `num_slots` slots and `max_blocks` blocks."""
     smallest = geometry.num_layers * len(MODULES) * num_slots
-    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest)
+    vector_cells = num_slots * len(MODULES) * 4
+    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest) + vector_cells
 
 
 def plan_pool(

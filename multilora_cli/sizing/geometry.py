@@ -94,6 +94,18 @@ class ModelGeometry:
             "down_proj": (inner, hidden),
         }
 
+    @property
+    def biased_modules(self) -> frozenset[str]:
+        """Projections whose output has a bias."""
+        modules: tuple[str, ...] = ()
+        if self.qkv_bias:
+            modules += ("q_proj", "k_proj", "v_proj")
+        if self.o_bias:
+            modules += ("o_proj",)
+        if self.mlp_bias:
+            modules += ("gate_proj", "up_proj", "down_proj")
+        return frozenset(modules)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token over all layers."""
         return 2 * self.num_layers * self.kv_size * itemsize

@@ -6,7 +6,15 @@ from functools import lru_cache
 
 from multilora_cli.errors import BadInput
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_kernels.layout import MODULES, TOKENS_PER_PAGE, page_bytes, plan_image
+from multilora_kernels.layout import (
+    MODULES,
+    NO_EXTRAS,
+    TOKENS_PER_PAGE,
+    VECTOR_ITEMSIZE,
+    Extras,
+    page_bytes,
+    plan_image,
+)
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS: Mapping[str, tuple[str, ...]] = {"attention": ATTENTION, "all": MODULES}
@@ -18,7 +26,7 @@ Ranks = Mapping[tuple[int, str], int]
 class AdapterCost:
     """One adapter's weights, and the whole pages they take."""
 
-    parameters: int
+    parameters: int  # the numbers that are served, vectors included
     weight_bytes: int  # true ranks, nothing padded
     num_pages: int
     pool_bytes: int  # num_pages whole pages
@@ -50,12 +58,16 @@ def uniform_ranks(geometry: ModelGeometry, rank: int, modules: Iterable[str]) ->
 
 
 def adapter_cost(
-    geometry: ModelGeometry, ranks: Ranks, page_bytes: int, itemsize: int
+    geometry: ModelGeometry,
+    ranks: Ranks,
+    page_bytes: int,
+    itemsize: int,
+    extras: Extras = NO_EXTRAS,
 ) -> AdapterCost:
     """Exact cost of an adapter whose modules have `ranks`; `itemsize` of the compute dtype."""
     shapes = geometry.module_shapes
     key = tuple(sorted((layer, name, rank) for (layer, name), rank in ranks.items() if rank))
-    return _cost(key, tuple(shapes.items()), page_bytes, itemsize)
+    return _cost(key, tuple(shapes.items()), page_bytes, itemsize, extras)
 
 
 # Fleets repeat a few rank and module sets over thousands of adapters, and packing one of 5,000
@@ -66,16 +78,17 @@ def _cost(
     shapes: tuple[tuple[str, tuple[int, int]], ...],
     page_bytes: int,
     itemsize: int,
+    extras: Extras,
 ) -> AdapterCost:
     sizes = dict(shapes)
-    plan = plan_image(
-        {(layer, name): rank for layer, name, rank in ranks}, sizes, page_bytes, itemsize
-    )
-    parameters = sum(rank * sum(sizes[name]) for _, name, rank in ranks)
+    by_module = {(layer, name): rank for layer, name, rank in ranks}
+    plan = plan_image(by_module, sizes, page_bytes, itemsize, extras)
+    factors = sum(rank * sum(sizes[name]) for _, name, rank in ranks)
+    vectors = sum(sizes[name][1] for _, name, _ in extras.vectors)
     return AdapterCost(
-        parameters=parameters,
-        weight_bytes=parameters * itemsize,
+        parameters=factors + vectors,
+        weight_bytes=factors * itemsize + vectors * VECTOR_ITEMSIZE,
         num_pages=plan.num_pages,
         pool_bytes=plan.num_pages * page_bytes,
-        num_blocks=len(plan.blocks),
+        num_blocks=len(plan.blocks) + len(plan.vectors),
     )

@@ -24,7 +24,7 @@ from multilora_cli.sizing.pages import (
 )
 from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.units import format_size
-from multilora_kernels.layout import MODULES, TOKENS_PER_PAGE
+from multilora_kernels.layout import MODULES, NO_EXTRAS, TOKENS_PER_PAGE, Extras
 
 SCHEMA = "mlora.plan/1"
 RANKS = (8, 16, 32, 64, 128)
@@ -34,12 +34,13 @@ CONTEXT = 1024  # tokens a row holds in the bounds that are printed
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """An adapter as planning knows it: its name and the rank of every module."""
+    """An adapter as planning knows it: its name, the rank of every module, and what is beside."""
 
     name: str
     ranks: Ranks
     base_model: str = ""
     pinned: bool = False
+    extras: Extras = NO_EXTRAS
 
     @property
     def max_rank(self) -> int:
@@ -148,15 +149,15 @@ class PlanRequest:
         """Bytes of one KV element."""
         return 1 if self.fleet.base.kv_cache_dtype == "fp8" else self.itemsize
 
-    def cost(self, ranks: Ranks) -> AdapterCost:
-        """What an adapter of `ranks` costs in this pool."""
-        return adapter_cost(self.geometry, ranks, self.page_bytes, self.itemsize)
+    def cost(self, ranks: Ranks, extras: Extras = NO_EXTRAS) -> AdapterCost:
+        """What an adapter of `ranks` and `extras` costs in this pool."""
+        return adapter_cost(self.geometry, ranks, self.page_bytes, self.itemsize, extras)
 
 
 def plan_fleet(request: PlanRequest) -> FleetPlan:
     """The plan of one fleet on one device. Raises Refused where even the base does not fit."""
     base = base_bytes(request.geometry, request.itemsize, request.quantization)
-    costs = [request.cost(shape.ranks) for shape in request.adapters]
+    costs = [request.cost(shape.ranks, shape.extras) for shape in request.adapters]
     memory = _memory(request)
     planned = sorted(
         (
@@ -262,9 +263,10 @@ def _warnings(
         shapes = {shape.name: shape for shape in request.adapters}
         saved = 0
         for adapter in wide:
-            ranks = shapes[adapter.name].ranks
-            narrow = {key: rank for key, rank in ranks.items() if key[1] in ATTENTION}
-            saved += adapter.cost.num_pages - request.cost(narrow).num_pages
+            shape = shapes[adapter.name]
+            narrow = {key: rank for key, rank in shape.ranks.items() if key[1] in ATTENTION}
+            extras = Extras(frozenset(key for key in shape.extras.vectors if key[1] in ATTENTION))
+            saved += adapter.cost.num_pages - request.cost(narrow, extras).num_pages
         times = total / max(total - saved, 1)
         yield (
             f"{len(wide)} adapters also target the MLP: on attention alone the fleet would take"

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from multilora_cli.adapters.image import build_image
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
+from multilora_cli.models.base_rows import BaseRows
+from multilora_cli.models.loader import load_decoder
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_kernels.layout import ImagePlan, page_bytes, plan_image
 from tests.signature import load_adapted
@@ -32,13 +34,24 @@ def plan_for(
 ) -> ImagePlan:
     """The image plan of an adapter in pages of the model's own size."""
     size = page_bytes(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, dtype.itemsize)
-    return plan_image(adapter.ranks, geometry.module_shapes, size, dtype.itemsize)
+    shapes = geometry.module_shapes
+    return plan_image(adapter.ranks, shapes, size, dtype.itemsize, adapter.extras)
 
 
-def built(adapter: AdapterFile, plan: ImagePlan, dtype: torch.dtype = torch.float32) -> Tensor:
+def base_rows(base: Path) -> BaseRows:
+    """The weights of the base in a folder, for DoRA and trained biases."""
+    return BaseRows(load_decoder(base, read_geometry(base), torch.device("cpu"), torch.float32))
+
+
+def built(
+    adapter: AdapterFile,
+    plan: ImagePlan,
+    dtype: torch.dtype = torch.float32,
+    base: BaseRows | None = None,
+) -> Tensor:
     """The image, built over memory full of 0xFF (NaN in every dtype)."""
     out = torch.full((plan.num_pages, plan.page_bytes), 255, dtype=torch.uint8)
-    build_image(adapter, plan, dtype, out)
+    build_image(adapter, plan, dtype, out, base=base)
     return out
 
 

@@ -17,10 +17,12 @@ from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters.adapter_oracle import (
     assert_equals_peft,
+    base_rows,
     built,
     copy_of,
     edit_config,
     edit_tensors,
+    first,
     plan_for,
     read,
     rename_tensors,
@@ -118,23 +120,49 @@ def test_refusals_open_nothing_for_good(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_cfg_11_dora(base: Path, tmp_path: Path) -> None:
-    """A-CFG-11: a real DoRA adapter is refused by field; without the field, by tensor."""
+    """A-CFG-11: magnitudes and the field go together; shape and values are checked."""
     folder = peft_adapter(base, tmp_path / "a", use_dora=True)
-    with pytest.raises(AdapterError, match="use_dora"):
-        read(folder, base)
-    with pytest.raises(AdapterError, match=r"lora_magnitude_vector.*DoRA"):
+    assert {kind for *_, kind in read(folder, base).extras.vectors} == {"scale"}
+    with pytest.raises(AdapterError, match=r"lora_magnitude_vector.*does not say use_dora"):
         read(edit_config(folder, use_dora=False), base)
+    edit_config(folder, use_dora=True)
+    spoiled = copy_of(folder, tmp_path / "b")
+    edit_tensors(spoiled, lambda t: {**t, first(t, "magnitude"): torch.ones(63)})
+    with pytest.raises(AdapterError, match=r"magnitude_vector'.*shape \[63\], the base needs"):
+        read(spoiled, base)
+    edit_tensors(
+        spoiled,
+        lambda t: {**t, first(t, "magnitude"): t[first(t, "A.w")].new_full((64,), torch.nan)},
+    )
+    adapter = read(spoiled, base)
+    with pytest.raises(AdapterError, match=r"magnitude_vector': 64 NaN"):
+        built(adapter, plan_for(adapter, read_geometry(base)), base=base_rows(base))
 
 
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
 def test_a_cfg_12_bias(tmp_path: Path, bias: str) -> None:
-    """A-CFG-12: a trained bias is refused, also when the field says otherwise."""
+    """A-CFG-12: exactly the biases that the field declares, or none at all with a note."""
     base = tiny_base(tmp_path / "base", tokenizer=False, attention_bias=True)
     folder = peft_adapter(base, tmp_path / "a", bias=bias)
-    with pytest.raises(AdapterError, match=rf"bias: found '{bias}' with \d+ bias tensors"):
-        read(folder, base)
-    with pytest.raises(AdapterError, match=r"tensor '.*bias': a trained bias"):
+    found = read(folder, base).biases
+    assert len(found) == 2 * (4 if bias == "all" else 2)
+    partly = copy_of(folder, tmp_path / "partly")
+    edit_tensors(partly, lambda t: {k: v for k, v in t.items() if k != first(t, ".bias")})
+    with pytest.raises(AdapterError, match=rf"bias: {bias} is declared but layer 0 .* has no bias"):
+        read(partly, base)
+    edit_tensors(partly, lambda t: {k: v for k, v in t.items() if ".bias" not in k})
+    assert any("none is stored" in note for note in read(partly, base).notes)
+    with pytest.raises(AdapterError, match=r"tensor '.*bias': a trained bias, which"):
         read(edit_config(folder, bias="none"), base)
+
+
+def test_a_bias_where_the_base_has_none(base: Path, tmp_path: Path) -> None:
+    """The base would have to grow one: made for another base."""
+    folder = peft_adapter(base, tmp_path / "a", bias="all")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias"
+    edit_tensors(folder, lambda t: {**t, name: torch.ones(64)})
+    with pytest.raises(AdapterError, match=r"bias': the base has no bias there"):
+        read(folder, base)
 
 
 def test_a_cfg_13_modules_to_save(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from multilora_cli.adapters.image import build_image
 from multilora_cli.adapters.peft import read_adapter
+from multilora_cli.models.base_rows import BaseRows
 from multilora_kernels.layout import plan_image
 from tests.models.harness import PagedRunner
 
@@ -39,17 +40,30 @@ def make_adapters(
     folders = []
     for index, config in enumerate(configs):
         torch.manual_seed(100 + index)
-        wrapped = peft.get_peft_model(
-            copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **config)
-        )
-        with torch.no_grad():
-            for name, parameter in wrapped.named_parameters():
-                if "lora_" in name:
-                    scale = size if "lora_B" in name else 1.0
-                    parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5)
-        folders.append(folder / f"adapter-{index + 1}")
-        wrapped.save_pretrained(folders[-1])
+        with warnings.catch_warnings():
+            # Of what a merge would lose, and of biases that it takes for damaged factors.
+            warnings.simplefilter("ignore")
+            wrapped = peft.get_peft_model(
+                copy.deepcopy(model), peft.LoraConfig(task_type="CAUSAL_LM", **config)
+            )
+            with torch.no_grad():
+                for name, parameter in wrapped.named_parameters():
+                    _randomise(name, parameter, config, size)
+            folders.append(folder / f"adapter-{index + 1}")
+            wrapped.save_pretrained(folders[-1])
     return folders
+
+
+def _randomise(name: str, parameter: torch.Tensor, config: dict[str, Any], size: float) -> None:
+    """What was trained becomes random: far from where PEFT starts it."""
+    if "magnitude" in name:
+        parameter.mul_(torch.empty_like(parameter).uniform_(0.5, 1.5))
+    elif name.endswith("bias"):  # of lora_B, or the base's own where it is trained
+        if "lora_" in name or config.get("bias", "none") != "none":
+            parameter.normal_(0.0, 0.5)
+    elif "lora_" in name:
+        scale = size if "lora_B" in name else 1.0
+        parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5)
 
 
 @torch.no_grad()
@@ -57,22 +71,13 @@ def peft_logits(
     model: Any, folders: Sequence[Path], prompts: Sequence[tuple[int, list[int]]]
 ) -> list[torch.Tensor]:
     """PEFT's logits of (slot, prompt) pairs, each prompt alone; slot 0 is the bare model."""
-    wrapped: Any = copy.deepcopy(model)
+    # A model of its own for every adapter: PEFT puts trained biases into the base that all share.
+    models: list[Any] = [model]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for slot, folder in enumerate(folders, start=1):
-            if slot == 1:
-                wrapped = peft.PeftModel.from_pretrained(wrapped, folder, adapter_name="1")
-            else:
-                wrapped.load_adapter(folder, adapter_name=str(slot))
-    logits = []
-    for slot, prompt in prompts:
-        if slot == 0:
-            logits.append(model(torch.tensor([prompt])).logits[0].float())
-            continue
-        wrapped.set_adapter(str(slot))
-        logits.append(wrapped(torch.tensor([prompt])).logits[0].float())
-    return logits
+        for folder in folders:
+            models.append(peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval())
+    return [models[slot](torch.tensor([prompt])).logits[0].float() for slot, prompt in prompts]
 
 
 def load_adapters(runner: PagedRunner, folders: Sequence[Path], max_rank: int = 64) -> None:
@@ -85,7 +90,8 @@ def load_adapters(runner: PagedRunner, folders: Sequence[Path], max_rank: int = 
             decoder.geometry.module_shapes,
             runner.pool.shape[1],
             decoder.dtype.itemsize,
+            adapter.extras,
         )
         image = torch.empty(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
-        build_image(adapter, plan, decoder.dtype, image)
+        build_image(adapter, plan, decoder.dtype, image, base=BaseRows(decoder))
         runner.load_adapter(slot, plan, image)
