@@ -316,8 +316,11 @@ class Coverage:
         magnitudes = dict(self._cut(module, bound.magnitude)) if bound.magnitude else {}
         biases = dict(self._cut(module, bound.lora_bias)) if bound.lora_bias else {}
         for member, lora_b in rows.items():
-            yield member, bound._replace(
-                lora_b=lora_b, magnitude=magnitudes.get(member), lora_bias=biases.get(member)
+            yield (
+                member,
+                bound._replace(
+                    lora_b=lora_b, magnitude=magnitudes.get(member), lora_bias=biases.get(member)
+                ),
             )
 
     def _cut(self, module: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from multilora_cli.adapters.safetensors_header import (
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_kernels.layout import VECTOR_ITEMSIZE, Extras, VectorKind
+from multilora_kernels.layout import NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorKind
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
@@ -52,11 +52,12 @@ class AdapterFile:
     config: AdapterConfig
     tensors: Mapping[str, TensorEntry]  # by the name in the file
     weights: Mapping[tuple[int, str], ModuleWeights]  # by (layer, module), fused ones split
-    biases: Mapping[tuple[int, str], TensorEntry]  # replace the base's, by (layer, module)
-    extras: Extras  # what its image holds beside the factors
-    num_vector_elements: int  # numbers in all vectors of `extras`
     files: tuple[FileIdentity, ...]  # the config, then the weight files by name
     notes: tuple[str, ...]
+    # Replace the base's own, by (layer, module).
+    biases: Mapping[tuple[int, str], TensorEntry] = field(default_factory=dict)
+    extras: Extras = NO_EXTRAS  # what its image holds beside the factors
+    num_vector_elements: int = 0  # numbers in all vectors of `extras`
 
     @property
     def ranks(self) -> dict[tuple[int, str], int]:

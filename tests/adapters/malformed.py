@@ -310,7 +310,7 @@ KINDS: dict[str, Kind] = {
     "dora-magnitude": Kind(
         tensors(lambda ts: ts | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"):
                                  np.ones(64, np.float32)}),
-        ("lora_magnitude_vector", "DoRA"),
+        ("lora_magnitude_vector", "does not say use_dora"),
     ),
     # values, found when the image is built
     "nan-in-a": Kind(value(Q_A, 7, np.nan), (Q_A, "1 NaN and 0 infinite of 256"), "values"),

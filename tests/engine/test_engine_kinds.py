@@ -1,0 +1,88 @@
+"""Every kind of adapter through the whole engine: pages, eviction, reload, one step ahead.
+
+Prompt log-probabilities against PEFT on the very folder, with NaN in every page nobody wrote.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.engine_kit import Answer, Rig, adapter_ref
+from tests.models import tiny
+from tests.models.harness import random_prompts
+from tests.models.peft_adapters import ALL, make_adapters, peft_logits
+
+PAGE = 3 * 2 * 2 * 16 * 16 * 4  # three layers, two KV heads of 16, float32
+PLAIN: dict[str, Any] = {"r": 8, "target_modules": ALL}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "dora": {**PLAIN, "use_dora": True},
+    "bias all": {"r": 4, "target_modules": ["q_proj", "o_proj"], "bias": "all"},
+    "dora and bias": {**PLAIN, "use_dora": True, "bias": "lora_only"},
+    "lora_bias": {**PLAIN, "lora_bias": True},
+}
+
+
+class Case:
+    """A base, an adapter of every kind, one prompt, and PEFT's log-probabilities of it."""
+
+    def __init__(self, folder: Path) -> None:
+        model = tiny.make_model("llama", seed=6, gain=1.0, attention_bias=True)
+        self.base = tiny.save_model(model, folder / "base")
+        folders = make_adapters(model, folder, tuple(KINDS.values()), size=0.6)
+        self.adapters = [None, *(adapter_ref(self.base, f, f.name) for f in folders)]
+        (self.prompt,) = random_prompts([30], tiny.VOCAB, seed=3)
+        pairs = [(slot, self.prompt) for slot in range(len(self.adapters))]
+        self.reference = [
+            logits.log_softmax(-1)[torch.arange(29), self.prompt[1:]]
+            for logits in peft_logits(model, folders, pairs)
+        ]
+
+    def check(self, which: int, answer: Answer) -> None:
+        """Log-probabilities of the prompt as PEFT computes them."""
+        found = torch.tensor([p.logprob for p in (answer.prompt_logprobs or [])[1:] if p])
+        assert found.shape == (29,)
+        gap = float((found - self.reference[which]).abs().max())
+        assert gap < 1e-3, (which, gap)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("kinds"))
+
+
+def ask_all(rig: Rig, case: Case, order: Sequence[int]) -> None:
+    """All of `order` at once, each answer as PEFT's."""
+    requests = [
+        (which, rig.submit(case.prompt, case.adapters[which], prompt_logprobs=0, max_tokens=5))
+        for which in order
+    ]
+    rig.run()
+    for which, request in requests:
+        case.check(which, rig.answer(request))
+
+
+def test_mixed_in_one_batch(case: Case) -> None:
+    """All kinds and the base side by side, in prefill pieces and in decode."""
+    rig = Rig(case.base, pages=900, page=PAGE, max_num_batched_tokens=64)
+    order = [0, 1, 2, 3, 4, 5]
+    ask_all(rig, case, order)
+    ask_all(rig, case, order[::-1])
+
+
+def test_evicted_and_loaded_again(case: Case) -> None:
+    """A pool that holds few of them: pages and slots change owners, the answers do not."""
+    rig = Rig(case.base, pages=260, page=PAGE, num_slots=3)
+    for order in ([1, 2], [4, 0], [3, 5], [2, 4], [1]):
+        ask_all(rig, case, order)
+    assert rig.engine.parts.residency.evictions > 2
+
+
+def test_base_and_adapters_answer_differently(case: Case) -> None:
+    """Or the comparison above would show nothing."""
+    for one in range(6):
+        for other in range(one):
+            assert (case.reference[one] - case.reference[other]).abs().max() > 0.05, (one, other)
