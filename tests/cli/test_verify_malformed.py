@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from multilora_cli.adapters.peft import read_adapter
+from multilora_cli.adapters.vectors import UnknownBase
 from multilora_cli.cli.app import app
 from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.config import EngineConfig
@@ -69,7 +70,9 @@ class Examiner:
         self.quantization = base_quantization(base, self.geometry, "auto")
         config = EngineConfig(model_path=str(base), max_lora_rank=64)
         page = kv_page_bytes(self.geometry, 4)
-        self.reader = AdapterReader(config, self.geometry, page, torch.float32, Failpoints({}))
+        self.reader = AdapterReader(
+            config, self.geometry, page, UnknownBase(self.geometry), torch.float32, Failpoints({})
+        )
 
     def __call__(self, folder: Path, *, compute: bool) -> bool:
         """Whether it is accepted; anything but AdapterError gets out."""
