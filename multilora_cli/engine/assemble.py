@@ -117,6 +117,7 @@ class _Assembly:
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_chunk_beside_decode=config.max_chunk_beside_decode,
             max_adapters=config.distinct_adapters,
             usable_pages=self.pool.usable,
             adapter_wait_s=config.adapter_wait_s,

@@ -47,6 +47,7 @@ class Limits:
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_chunk_beside_decode: int  # prompt tokens of a step in which others decode
     max_adapters: int  # distinct among the running
     usable_pages: int
     adapter_wait_s: float
@@ -162,6 +163,8 @@ class Scheduler:
             if sequence.remaining == 1 and sequence.may_go_on and self._has_room(sequence):
                 rows.append(self._row(sequence, 1))
                 budget -= 1
+        if rows:
+            budget = min(budget, self._limits.max_chunk_beside_decode)
         for sequence in self._running:
             if sequence.remaining > 1 and budget > 0:
                 rows.append(self._row(sequence, min(budget, sequence.remaining)))

@@ -160,6 +160,7 @@ class Rig:
     books: Books = field(default_factory=Books)
     max_num_seqs: int = 6
     max_num_batched_tokens: int = 24
+    max_chunk: int = 24
     max_adapters: int = 3
     max_adapter_pages: int | None = None
     fair_by: FairBy = "tenant"
@@ -169,7 +170,7 @@ class Rig:
         books = self.books
         self.random = random.Random(self.seed)
         limits = Limits(
-            self.max_num_seqs, self.max_num_batched_tokens, self.max_adapters,
+            self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk, self.max_adapters,
             books.pool.usable, 2.0, 60.0, self.max_adapter_pages,
         )  # fmt: skip
         self.model = PageModel(books, limits, self.random)

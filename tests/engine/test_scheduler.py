@@ -75,6 +75,20 @@ def test_decodes_go_first_and_prompts_fill_the_step() -> None:
     assert lengths == [[4], [1, 23], [1, 23], [1, 14]]
 
 
+def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
+    rig = Rig(books=Books(num_pages=100), max_num_batched_tokens=64, max_chunk=8)
+    rig.submit([2] * 30, max_tokens=50)
+    rig.submit([3] * 30, max_tokens=50)
+    rig.step()
+    assert [row.length for row in rig.model.batches[-1].rows] == [30, 30], "nobody decodes yet"
+    rig.submit([4] * 60, max_tokens=2)
+    for _ in range(7):
+        rig.step()
+        assert [row.length for row in rig.model.batches[-1].rows] == [1, 1, 8]
+    rig.step()
+    assert [row.length for row in rig.model.batches[-1].rows] == [1, 1, 4]
+
+
 def test_arrival_order_and_no_overtaking_for_pages() -> None:
     """A sequence that does not find pages is not overtaken by a smaller one behind it."""
     rig = Rig(books=Books(num_pages=10))
