@@ -159,14 +159,18 @@ class Scheduler:
         if self.fair.needs_settling():
             self._settle()
         budget = self._limits.max_num_batched_tokens
+        prompts = []
         for sequence in list(self._running):
-            if sequence.remaining == 1 and sequence.may_go_on and self._has_room(sequence):
+            remaining = sequence.remaining
+            if remaining > 1:
+                prompts.append(sequence)
+            elif remaining == 1 and sequence.may_go_on and self._has_room(sequence):
                 rows.append(self._row(sequence, 1))
                 budget -= 1
         if rows:
             budget = min(budget, self._limits.max_chunk_beside_decode)
-        for sequence in self._running:
-            if sequence.remaining > 1 and budget > 0:
+        for sequence in prompts:
+            if budget > 0 and sequence.status is Status.RUNNING:  # not preempted just now
                 rows.append(self._row(sequence, min(budget, sequence.remaining)))
                 budget -= rows[-1].length
         if self.preemptions == preempted:
