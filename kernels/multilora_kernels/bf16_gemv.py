@@ -131,12 +131,16 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
 
 
 def run_gemv(
-    x: torch.Tensor, w: torch.Tensor, launch: GemvLaunch, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    w: torch.Tensor,
+    launch: GemvLaunch,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One launch of the kernel with a given choice (benchmarks and tuning call this)."""
     m, k = x.shape
     n = w.shape[0]
-    y = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device) if out is None else out
     bf16_gemv_kernel[(triton.cdiv(n, launch.block_n),)](
         x,
         w,
@@ -158,23 +162,33 @@ def run_gemv(
     return y
 
 
-def bf16_gemv(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def bf16_gemv(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """x [M, K] times w [N, K], [M, N]: the kernel where it is faster, else the library.
 
     Any M, on a CPU and in fp32 too. `dtype` fp32 keeps the sums of 16-bit products as they are.
+    `out` [M, N], contiguous and of the result's dtype, is written to where it is given.
     """
     assert x.ndim == 2 and w.ndim == 2 and x.shape[1] == w.shape[1] and x.dtype == w.dtype
     assert dtype in (None, x.dtype, torch.float32)
     m, k = x.shape
+    wanted = dtype or x.dtype
+    assert out is None or (out.shape == (m, w.shape[0]) and out.dtype == wanted)
+    assert out is None or out.is_contiguous()
     if _fits(x, w):
         launch = choose_launch(m, w.shape[0], k, chip_for(x.device))
         if launch is not None:
-            return run_gemv(x, w, launch, dtype)
-    if dtype in (None, x.dtype):
-        return torch.nn.functional.linear(x, w)
-    if x.is_cuda:
-        return torch.mm(x, w.t(), out_dtype=dtype)
-    return torch.nn.functional.linear(x, w).to(dtype)
+            return run_gemv(x, w, launch, dtype, out)
+    if wanted != x.dtype and x.is_cuda:
+        if out is None:
+            return torch.mm(x, w.t(), out_dtype=wanted)
+        return torch.mm(x, w.t(), out_dtype=wanted, out=out)
+    result = torch.nn.functional.linear(x, w).to(wanted)
+    return result if out is None else out.copy_(result)
 
 
 def _fits(x: torch.Tensor, w: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.staging import Staging
 
 Progress = Callable[[int, int], None]
-Record = Callable[[Callable[[], torch.Tensor]], "tuple[Captured, torch.Tensor]"]
+Record = Callable[[Callable[[], None]], "Captured"]
 
 _FIELDS = 5  # tokens, places, positions, slot mapping, sequence lengths
 
@@ -44,13 +44,13 @@ class _Memory:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Captured, torch.Tensor]:
-        """Capture `work`; its result is overwritten by every replay."""
+    def record(self, work: Callable[[], None]) -> Captured:
+        """Capture `work`."""
         graph = torch.cuda.CUDAGraph()
         # Loader threads may use the device meanwhile: only this thread's calls are watched.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = work()
-        return graph, result
+            work()
+        return graph
 
 
 class DecodeGraphs:
@@ -69,8 +69,7 @@ class DecodeGraphs:
         self._row_counts = sorted(row_counts)
         self._max_context = max_context
         self._ranks = graph_ranks(max_rank)
-        # By rows and rank, 0 without adapters: the graph and the logits that it leaves.
-        self._graphs: dict[tuple[int, int], tuple[Captured, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], Captured] = {}  # by rows and rank, 0 without adapters
         device = builder.pool.device
         most = self._row_counts[-1]
         # Kernels are compiled for pointers at multiples of 16 bytes, so every field begins at one.
@@ -80,10 +79,9 @@ class DecodeGraphs:
         )
         self._query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._pages = torch.empty(self._page_table.numel(), dtype=torch.int32, device=device)
-        # Of all graphs: logits of their own would be 1.3 GB for an 8B and 256 sequences.
-        self._logits = torch.empty(
-            most, decoder.geometry.vocab_size, dtype=torch.float32, device=device
-        )
+        # All graphs leave their logits here: one each would take 1.3 GB for an 8B and 256 rows.
+        vocab = decoder.geometry.vocab_size
+        self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
         self._staging = Staging(device)
         self.nbytes = 0  # of device memory that the graphs hold
 
@@ -109,8 +107,9 @@ class DecodeGraphs:
         free_before = torch.cuda.mem_get_info(device)[0]
         self.record_all(_Memory().record, progress)
         torch.cuda.synchronize(device)
-        held = free_before - torch.cuda.mem_get_info(device)[0]
-        self.nbytes = held + self._logits.nbytes
+        fixed = (self._fields, self._page_table, self._pages, self._query_start, self._logits)
+        self.nbytes = sum(tensor.nbytes for tensor in fixed)
+        self.nbytes += free_before - torch.cuda.mem_get_info(device)[0]
 
     @torch.inference_mode()
     def record_all(self, record: Record, progress: Progress) -> None:
@@ -134,8 +133,8 @@ class DecodeGraphs:
             segments.build(np.zeros(rows, dtype=np.int32))
         self._run(rows, with_adapters=rank > 0)
 
-    def _run(self, rows: int, *, with_adapters: bool) -> torch.Tensor:
-        """One step on the fixed inputs, as it is launched eagerly: logits float32 [rows, vocab]."""
+    def _run(self, rows: int, *, with_adapters: bool) -> None:
+        """One step from the fixed inputs to the first `rows` of the logits."""
         builder = self._builder
         token_ids, places, positions, slots, seq_lens = self._fields[:, :rows].unbind(0)
         attention = AttentionBatch(
@@ -156,7 +155,7 @@ class DecodeGraphs:
         )
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
-        return self._logits[:rows].copy_(self._decoder.logits(hidden))
+        self._decoder.logits(hidden, self._logits[:rows])
 
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Launch the step of `rows`: logits float32 [len(rows), vocab], valid until the next."""
@@ -169,9 +168,8 @@ class DecodeGraphs:
             segments.build(slots)
             rank = self._rank_for(self._builder.table.highest_rank(segments.seg_slots))
         self._fill(rows)
-        graph, logits = self._graphs[padded, rank]
-        graph.replay()
-        return logits[:count]
+        self._graphs[padded, rank].replay()
+        return self._logits[:count]
 
     def _fill(self, rows: Sequence[ScheduledRow]) -> None:
         """The step's inputs, in stream order behind the step before."""

@@ -97,6 +97,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         config.max_num_seqs,
         config.max_lora_rank,
         config.num_slots,
+        config.max_model_len or geometry.max_position,
         on_card=device.type == "cuda",
         captured=config.cuda_graphs,
     )

@@ -24,6 +24,6 @@ class Head:
         """`weight` is [vocab, hidden] in the compute dtype."""
         self.weight = weight
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden]; returns float32 [R, vocab]."""
-        return bf16_gemv(hidden, self.weight, torch.float32)
+    def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, hidden]; returns float32 [R, vocab], in `out` where it is given."""
+        return bf16_gemv(hidden, self.weight, torch.float32, out)

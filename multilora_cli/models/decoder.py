@@ -119,9 +119,10 @@ class Decoder:
         return self.norm(x, residual).x
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, hidden] of the rows that are asked for; returns float32 [R, vocab]."""
-        return self.head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, hidden] of the rows that are asked for; returns float32 [R, vocab], in `out`
+        where it is given."""
+        return self.head(hidden, out)
 
     def _layer(self, index: int) -> DecoderLayer:
         geometry, prefix = self.geometry, f"model.layers.{index}."

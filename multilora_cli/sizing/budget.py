@@ -8,7 +8,7 @@ from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import NONE, Quantization
 from multilora_cli.units import format_size
-from multilora_kernels.layout import GROUPS, MODULES
+from multilora_kernels.layout import GROUPS, MODULES, TOKENS_PER_PAGE
 
 # Adapters loaded at run time find room in the table up to this many beside the fleet's own.
 _SPARE_SLOTS = 64
@@ -126,9 +126,8 @@ def workspace_bytes(
     """
     rows = activation_bytes(geometry, itemsize, max_tokens)
     logits = 4 * max_seqs * geometry.vocab_size * 4
-    partials = partial_bytes(geometry, max_seqs)
     lora = max_tokens * 3 * max_rank * 4
-    return rows + logits + lora + (partials if on_card else 0)
+    return rows + logits + lora + (partial_bytes(geometry, max_seqs) if on_card else 0)
 
 
 def graph_rows(max_seqs: int) -> tuple[int, ...]:
@@ -138,36 +137,36 @@ def graph_rows(max_seqs: int) -> tuple[int, ...]:
 
 
 def graph_ranks(max_rank: int) -> tuple[int, ...]:
-    """Ranks that every decode step is captured for, where adapters have up to `max_rank`.
+    """What each of those steps is captured for: 0, the base alone, and ranks of adapters.
 
-    0 is the step without adapters. The others size launches: higher ranks are walked in turns.
+    A rank sizes the launches and nothing else: work of higher ranks is walked in turns.
     """
     covering = next((rank for rank in _GRAPH_RANKS if rank >= max_rank), _GRAPH_RANKS[-1])
     return (0, *(rank for rank in _GRAPH_RANKS if rank <= covering))
 
 
-def graph_bytes(geometry: ModelGeometry, itemsize: int, rows: Sequence[int], max_rank: int) -> int:
+def graph_bytes(
+    geometry: ModelGeometry, itemsize: int, rows: Sequence[int], max_rank: int, max_context: int
+) -> int:
     """Device bytes of decode steps captured for each number of `rows`; 0 for none.
 
-    What the driver keeps of every graph, the logits that all leave in one place, and the pool that
-    they share for what comes and goes, of the largest step: a layer's activations and partial
-    results of attention, or the head's output before and after it is float32.
+    The driver's copies of all graphs; the fixed tensors that they read and leave their logits in;
+    and the one pool that they share for activations and the parts of decode attention, for the
+    largest of them.
     """
     if not rows:
         return 0
-    kinds, most = len(graph_ranks(max_rank)), max(rows)
-    kept = kinds * len(rows) * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
+    most, num_graphs = max(rows), len(rows) * len(graph_ranks(max_rank))
+    kept = num_graphs * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
+    tables = 2 * most * -(-max_context // TOKENS_PER_PAGE) * 4
     logits = most * geometry.vocab_size * 4
-    scratch = max(
-        activation_bytes(geometry, itemsize, most) + partial_bytes(geometry, most),
-        most * geometry.vocab_size * (itemsize + 4),
-    )
-    return kept + logits + scratch
+    shared = activation_bytes(geometry, itemsize, most) + partial_bytes(geometry, most)
+    return kept + tables + logits + shared
 
 
-def partial_bytes(geometry: ModelGeometry, num_rows: int) -> int:
-    """What decode attention of `num_rows` keeps between its two halves, in float32."""
-    return num_rows * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
+def partial_bytes(geometry: ModelGeometry, num_seqs: int) -> int:
+    """Float32 results of up to 32 splits a row and head that decode attention keeps on a card."""
+    return num_seqs * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
 
 
 def activation_bytes(geometry: ModelGeometry, itemsize: int, num_tokens: int) -> int:

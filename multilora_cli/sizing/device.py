@@ -30,17 +30,21 @@ class StepSizes:
     max_seqs: int
     max_rank: int
     num_slots: int  # of the adapter table
+    max_context: int  # tokens of the longest sequence
     on_card: bool
     captured: bool = True  # decode steps as CUDA graphs; never on a CPU
 
     @classmethod
-    def of_limits(cls, limits: Limits, num_slots: int, *, on_card: bool) -> "StepSizes":
+    def of_limits(
+        cls, limits: Limits, num_slots: int, max_context: int, *, on_card: bool
+    ) -> "StepSizes":
         """From a fleet's limits: every running sequence decodes in each step."""
         return cls(
             max_tokens=max(limits.max_num_batched_tokens, limits.max_num_seqs),
             max_seqs=limits.max_num_seqs,
             max_rank=limits.max_lora_rank,
             num_slots=num_slots,
+            max_context=max_context,
             on_card=on_card,
         )
 
@@ -82,7 +86,7 @@ def cut_device(
             step.max_rank,
             on_card=step.on_card,
         ),
-        "graphs": graph_bytes(geometry, itemsize, step.graph_rows, step.max_rank),
+        "graphs": graph_bytes(geometry, itemsize, step.graph_rows, step.max_rank, step.max_context),
     }
     # The table depends on the pool it serves; without a given one it is counted for all that is
     # available, which is more.

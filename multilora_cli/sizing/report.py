@@ -199,7 +199,12 @@ def _memory(request: PlanRequest) -> MemoryPlan:
         request.geometry,
         request.quantization,
         (request.itemsize, request.kv_itemsize),
-        StepSizes.of_limits(request.fleet.limits, slots, on_card=request.gpu is not None),
+        StepSizes.of_limits(
+            request.fleet.limits,
+            slots,
+            request.max_model_len,
+            on_card=request.gpu is not None,
+        ),
         available=request.available_bytes,
     ).plan
 

@@ -4,8 +4,7 @@ import pytest
 
 from multilora_cli.errors import BadInput, Refused
 from multilora_cli.sizing.budget import (
-    GRAPH_BYTES,
-    GRAPH_BYTES_PER_LAYER,
+    activation_bytes,
     base_bytes,
     graph_bytes,
     graph_ranks,
@@ -157,7 +156,7 @@ def test_captured_steps_cover_what_may_run(max_seqs: int, last: int, count: int)
 
 def test_graphs_cost_by_their_number_and_share_one_pool() -> None:
     def cost(*rows: int, max_rank: int = 64) -> int:
-        return graph_bytes(LLAMA3_8B, 2, rows, max_rank)
+        return graph_bytes(LLAMA3_8B, 2, rows, max_rank, 8192)
 
     assert cost() == 0
     assert [graph_ranks(rank) for rank in (1, 16, 17, 512)] == [
@@ -165,10 +164,14 @@ def test_graphs_cost_by_their_number_and_share_one_pool() -> None:
         (0, 16),
         *[(0, 16, 64)] * 2,
     ]
-    driver = GRAPH_BYTES + 32 * GRAPH_BYTES_PER_LAYER
-    assert cost(32, 64) - cost(64) == 3 * driver
-    assert cost(32, 64, max_rank=16) - cost(64, max_rank=16) == 2 * driver
     one = cost(64)
+    kept = cost(32, 64) - one  # of one number of rows: the base, and ranks 16 and 64
+    assert cost(16, 32, 64) == one + 2 * kept
+    assert cost(32, 64, max_rank=8) == cost(32, 64) - 2 * kept // 3, "one rank less"
+    page_tables, logits = 2 * 64 * 512 * 4, 64 * LLAMA3_8B.vocab_size * 4
+    partials = 64 * 32 * 32 * 130 * 4
+    shared = activation_bytes(LLAMA3_8B, 2, 64) + partials
+    assert one == kept + page_tables + logits + shared
     plan = plan_pool(
         LLAMA3_8B, 40 * 2**30, kv_itemsize=2, weights=2**30, workspace=0, tables=0, graphs=one
     )

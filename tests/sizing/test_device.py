@@ -9,7 +9,7 @@ from multilora_cli.sizing.device import DeviceCut, StepSizes, cut_device, deviat
 from multilora_cli.sizing.quantization import FP8, NONE, Quantization
 from tests.sizing.test_budget import LLAMA3_8B
 
-STEP = StepSizes(8192, 256, 64, num_slots=257, on_card=True)
+STEP = StepSizes(8192, 256, 64, num_slots=257, max_context=8192, on_card=True)
 
 
 def cut(step: StepSizes = STEP, quantization: Quantization = NONE, **size: int) -> DeviceCut:
@@ -37,7 +37,7 @@ def test_nothing_is_captured_on_a_cpu_or_where_it_is_off() -> None:
 
 def test_every_running_sequence_decodes_in_each_step() -> None:
     limits = Limits(max_num_seqs=512, max_num_batched_tokens=64)
-    assert StepSizes.of_limits(limits, 300, on_card=True).max_tokens == 512
+    assert StepSizes.of_limits(limits, 300, 8192, on_card=True).max_tokens == 512
 
 
 def test_one_of_both_sizes_is_needed() -> None:
