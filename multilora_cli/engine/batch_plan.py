@@ -1,14 +1,18 @@
-"""What the scheduler decided for one step, and what the step produced: values."""
+"""What the scheduler decided for one step, and what the step produced: values.
+
+Those that exist once a row are tuples: they are made several hundred times a step, and take a third
+of the time that frozen dataclasses do.
+"""
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(NamedTuple):
     """`length` tokens of one sequence from `start` on; `pages` is its page table, int32.
 
     `samples` are the sequences that take their next token from the last of them: none inside a
@@ -40,8 +44,7 @@ class ScheduledBatch:
         return len({row.sequence.slot for row in self.rows} - {0})
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One new token of one sequence; without meaning where the logits were not finite."""
 
     token_id: int
@@ -49,8 +52,7 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row produced: a token per entry of `samples`, or why it failed."""
 
     sampled: tuple[Sampled, ...] = ()

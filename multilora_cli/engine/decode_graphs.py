@@ -4,30 +4,39 @@ A step of R rows runs as the smallest captured one that has room; spare rows hav
 write nowhere and are not read. Steps without adapters have graphs of their own, without LoRA
 launches; steps with adapters are captured for a rank, which sizes the launches and nothing else:
 work of higher ranks is walked in turns. Everything a graph reads is at a fixed address: the inputs
-here, the page pool, the adapter table, and the work lists that `Segments.build` writes.
+here, which travel in one copy, the page pool, the adapter table, and the work lists that
+`Segments.build` writes. It ends with the most likely tokens; what else is to be sampled is sampled
+from the logits that it leaves.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from multilora_cli.engine.batch import BatchBuilder, late_tokens, page_table, single_tokens
+from multilora_cli.engine.batch import BatchBuilder, late_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.layers.context import StepContext
+from multilora_cli.layers.sampler import SampleOutput, greedy
 from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.budget import graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
 
 Progress = Callable[[int, int], None]
 Record = Callable[[Callable[[], None]], "Captured"]
 
-_FIELDS = 5  # tokens, places, positions, slot mapping, sequence lengths
+# Tokens, places, positions, slot mapping, sequence lengths; the last field holds one number, the
+# width of the page table that follows.
+_FIELDS = 6
+_WIDTH = 16  # page tables grow in these steps
 
 
 class Captured(Protocol):
@@ -72,16 +81,20 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], Captured] = {}  # by rows and rank, 0 without adapters
         device = builder.pool.device
         most = self._row_counts[-1]
+        columns = -(-pages_for(max_context) // _WIDTH) * _WIDTH
         # Kernels are compiled for pointers at multiples of 16 bytes, so every field begins at one.
-        self._fields = torch.zeros(_FIELDS, -(-most // 4) * 4, dtype=torch.int32, device=device)
-        self._page_table = torch.zeros(
-            most, -(-pages_for(max_context) // 16) * 16, dtype=torch.int32, device=device
+        self._field = -(-most // 4) * 4
+        self._inputs = torch.zeros(
+            _FIELDS * self._field + most * columns, dtype=torch.int32, device=device
         )
+        self._page_table = torch.zeros(most, columns, dtype=torch.int32, device=device)
         self._query_start = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._pages = torch.empty(self._page_table.numel(), dtype=torch.int32, device=device)
         # All graphs leave their logits here: one each would take 1.3 GB for an 8B and 256 rows.
         vocab = decoder.geometry.vocab_size
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._finite = torch.zeros(most, dtype=torch.bool, device=device)
+        self._pages = _PageRows(most, columns)
         self._staging = Staging(device)
         self.nbytes = 0  # of device memory that the graphs hold
 
@@ -107,7 +120,7 @@ class DecodeGraphs:
         free_before = torch.cuda.mem_get_info(device)[0]
         self.record_all(_Memory().record, progress)
         torch.cuda.synchronize(device)
-        fixed = (self._fields, self._page_table, self._pages, self._query_start, self._logits)
+        fixed = (self._inputs, self._page_table, self._query_start, self._logits)
         self.nbytes = sum(tensor.nbytes for tensor in fixed)
         self.nbytes += free_before - torch.cuda.mem_get_info(device)[0]
 
@@ -134,13 +147,16 @@ class DecodeGraphs:
         self._run(rows, with_adapters=rank > 0)
 
     def _run(self, rows: int, *, with_adapters: bool) -> None:
-        """One step from the fixed inputs to the first `rows` of the logits."""
+        """One step from the fixed inputs to the first `rows` of logits and most likely tokens."""
         builder = self._builder
-        token_ids, places, positions, slots, seq_lens = self._fields[:, :rows].unbind(0)
+        fields = self._inputs[: _FIELDS * self._field].view(_FIELDS, self._field)
+        token_ids, places, positions, slots, seq_lens, _ = fields[:, :rows].unbind(0)
+        page_table = self._page_table[:rows]
+        spread_rows(self._inputs[_FIELDS * self._field :], fields[-1, :1], page_table)
         attention = AttentionBatch(
             query_start=self._query_start[: rows + 1],
             seq_lens=seq_lens,
-            page_table=self._page_table[:rows],
+            page_table=page_table,
             num_decodes=rows,
             max_query_len=1,
             max_seq_len=self._max_context,
@@ -155,10 +171,14 @@ class DecodeGraphs:
         )
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
-        self._decoder.logits(hidden, self._logits[:rows])
+        logits = self._decoder.logits(hidden, self._logits[:rows])
+        best = greedy(logits)
+        self._tokens[:rows] = best.token_ids
+        self._finite[:rows] = best.finite
 
-    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
-        """Launch the step of `rows`: logits float32 [len(rows), vocab], valid until the next."""
+    def run(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, SampleOutput]:
+        """Launch the step of `rows`: its logits float32 [len(rows), vocab] and the most likely
+        tokens, both valid until the next one."""
         count = len(rows)
         padded = next(size for size in self._row_counts if size >= count)
         slots = np.zeros(padded, dtype=np.int32)
@@ -167,27 +187,63 @@ class DecodeGraphs:
         if slots.any():
             segments.build(slots)
             rank = self._rank_for(self._builder.table.highest_rank(segments.seg_slots))
-        self._fill(rows)
+        inputs = self._host_inputs(rows, padded)
+        self._staging.upload(self._inputs[: len(inputs)], inputs)
         self._graphs[padded, rank].replay()
-        return self._logits[:count]
+        best = SampleOutput(self._tokens[:count], self._finite[:count], None)
+        return self._logits[:count], best
 
-    def _fill(self, rows: Sequence[ScheduledRow]) -> None:
-        """The step's inputs, in stream order behind the step before."""
-        table, count = page_table(rows), len(rows)
-        starts = np.array([row.start for row in rows], dtype=np.int32)
-        pages = table[np.arange(count), starts // BLOCK_TOKENS]
-        fields = np.zeros(self._fields.shape, dtype=np.int32)
-        fields[0, :count], fields[1, :count] = single_tokens(rows)
-        fields[2, :count] = starts
+    def _host_inputs(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:
+        """The fields of all rows, then their page table."""
+        fields = np.zeros((_FIELDS, self._field), dtype=np.int32)
         fields[3] = -1  # a spare row writes nothing
-        fields[3, :count] = pages * BLOCK_TOKENS + starts % BLOCK_TOKENS
-        fields[4, :count] = starts + 1
-        self._staging.upload(self._fields, fields)
-        staged = self._pages[: table.size]
-        self._staging.upload(staged, table)
-        self._page_table[:count, : table.shape[1]] = staged.view(table.shape)
+        count = len(rows)
+        tokens, places, starts = [], [], []
+        for row in rows:
+            sequence, start = row.sequence, row.start
+            starts.append(start)
+            if sequence.num_pending:
+                tokens.append(0)
+                places.append(sequence.pending_at)
+            else:
+                tokens.append(sequence.tokens[start])
+                places.append(-1)
+        fields[0, :count], fields[1, :count] = tokens, places
+        positions = np.array(starts, dtype=np.int32)
+        table = self._pages.update(rows, padded)
+        pages = table[np.arange(count), positions // BLOCK_TOKENS]
+        fields[2, :count] = positions
+        fields[3, :count] = pages * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        fields[4, :count] = positions + 1
+        fields[5, 0] = table.shape[1]
+        return np.concatenate([fields.reshape(-1), table.reshape(-1)])
 
     def _rank_for(self, rank: int) -> int:
         """What the captured step for adapters of up to `rank` is called."""
         sized = self._ranks[1:]
         return next((size for size in sized if size >= rank), sized[-1])
+
+
+class _PageRows:
+    """The page tables of the last step's rows, of which the next step's rows change little.
+
+    A sequence's page table only grows; where a page is exchanged it is a new array (KVCache).
+    """
+
+    def __init__(self, most: int, columns: int) -> None:
+        self._table = np.zeros((most, columns), dtype=np.int32)
+        self._held: list[tuple[array[int], int]] = [(array("i"), 0)] * most
+
+    def update(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:
+        """int32 [padded, width]: page tables of `rows`; spare rows and entries mean nothing."""
+        table, held, width = self._table, self._held, 1
+        for index, row in enumerate(rows):
+            pages = row.pages
+            count = len(pages)
+            before, known = held[index]
+            if before is not pages or known != count:
+                start = known if before is pages else 0
+                table[index, start:count] = np.frombuffer(pages, dtype=np.int32)[start:]
+                held[index] = (pages, count)
+            width = max(width, count)
+        return table[:padded, : min(-(-width // _WIDTH) * _WIDTH, table.shape[1])]

@@ -28,6 +28,11 @@ class Failpoints:
         self._actions = dict(actions or {})
         self._hits: Counter[str] = Counter()
 
+    @property
+    def armed(self) -> bool:
+        """Whether there is any action."""
+        return bool(self._actions)
+
     def arm(self, actions: Mapping[str, str]) -> None:
         """Replace all actions and forget the hits."""
         self._actions = dict(actions)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.engine.sequence import Sequence
 from multilora_cli.layers.sampler import (
     Logprobs,
+    SampleOutput,
     SamplingBatch,
     SamplingRow,
+    is_plain,
     sample,
     token_logprobs,
 )
@@ -36,8 +39,7 @@ _log = logging.getLogger(__name__)
 _PROMPT_ROWS = 256
 
 
-@dataclass(frozen=True)
-class _Draw:
+class _Draw(NamedTuple):
     """One sequence that takes a token, and where its logits are."""
 
     row: int  # in the batch
@@ -60,6 +62,14 @@ class _PromptLogprobs:
             for targets, logprobs in self.slices
             for entry in _logprob_rows(targets, logprobs, [self.count] * len(targets))
         )
+
+
+class _Placed(NamedTuple):
+    """A row of the batch: which one, and the place of its first sample among all of the step."""
+
+    number: int
+    place: int
+    row: ScheduledRow
 
 
 @dataclass(frozen=True)
@@ -129,12 +139,12 @@ class ModelRunner:
                 torch.tensor(sources, device=device)
             ]
         flight = StepFlight(len(batch.rows))
-        sound: list[tuple[int, int, ScheduledRow]] = []
+        sound: list[_Placed] = []
         place = 0
         for index, row in enumerate(batch.rows):
             try:
                 self._failpoints.hit("row", row.sequence.request_id)
-                sound.append((index, place, row))
+                sound.append(_Placed(index, place, row))
             except Exception as error:
                 flight.errors[index] = _describe(error)
             place += len(row.samples)
@@ -142,7 +152,7 @@ class ModelRunner:
         flight.close(fence_of(self._pool.device))
         return flight
 
-    def _run_isolated(self, rows: list[tuple[int, int, ScheduledRow]], flight: StepFlight) -> None:
+    def _run_isolated(self, rows: list[_Placed], flight: StepFlight) -> None:
         if not rows:
             return
         try:
@@ -152,7 +162,7 @@ class ModelRunner:
             _log.exception("a step of %d rows failed", len(rows))
             self._check_device()
             if len(rows) == 1:
-                flight.errors[rows[0][0]] = _describe(error)
+                flight.errors[rows[0].number] = _describe(error)
                 return
         middle = len(rows) // 2
         self._run_isolated(rows[:middle], flight)
@@ -164,55 +174,72 @@ class ModelRunner:
             torch.cuda.synchronize(self._pool.device)
 
     @torch.inference_mode()
-    def _run_rows(self, placed: list[tuple[int, int, ScheduledRow]]) -> _Pass:
+    def _run_rows(self, placed: list[_Placed]) -> _Pass:
         rows = [row for _, _, row in placed]
         for row in rows:
             self._failpoints.hit("forward", row.sequence.request_id)
-        graphs = self._graphs
-        prompts: dict[int, _PromptLogprobs] = {}
-        if graphs is not None and graphs.holds(rows):
-            every = graphs.run(rows)
-            draws = _draws(placed, range(len(rows)))
-            wanted = [draw.token_row for draw in draws]
-            whole = len(wanted) == len(rows) and wanted == list(range(len(rows)))
-            logits = every if whole else every[self._on_device(wanted)]
-        else:
-            step = self._builder.build(rows)
-            hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
-            draws = _draws(placed, step.last_rows.tolist())
-            logits = self._logits(hidden, [draw.token_row for draw in draws])
-            for (index, _, row), last in zip(placed, step.last_rows.tolist(), strict=True):
-                if row.sequence.wants_prompt_logprobs:
-                    prompts[index] = self._prompt_logprobs(row, hidden, last)
-        tokens, logprobs = self._sample(logits, draws) if draws else (None, None)
+        if self._graphs is not None and self._graphs.holds(rows):
+            return self._run_captured(self._graphs, placed, rows)
+        step = self._builder.build(rows)
+        last_rows = step.last_rows.tolist()
+        hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
+        draws = _draws(placed, last_rows)
+        tokens, logprobs = None, None
+        if draws:
+            logits = self._decoder.logits(hidden[self._on_device([d.token_row for d in draws])])
+            tokens, logprobs = self._sample(logits, draws, self._sampling(draws))
+        prompts = {
+            index: self._prompt_logprobs(row, hidden, last)
+            for (index, _, row), last in zip(placed, last_rows, strict=True)
+            if row.sequence.wants_prompt_logprobs
+        }
         return _Pass([index for index, _, _ in placed], draws, tokens, logprobs, prompts)
 
-    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        return self._decoder.logits(hidden[self._on_device(rows)])
+    def _run_captured(
+        self, graphs: DecodeGraphs, placed: list[_Placed], rows: list[ScheduledRow]
+    ) -> _Pass:
+        """A captured step ends with the most likely tokens, which is nearly always all."""
+        indices = [index for index, _, _ in placed]
+        draws = _draws(placed, range(len(rows)))
+        if _is_plain(draws, len(rows)) and not self._failpoints.armed:
+            _, best = graphs.run(rows)
+            self._builder.sampled[: len(rows)] = best.token_ids
+            return _Pass(indices, draws, _sent(best), None, {})
+        # Before the step runs: it looks at the tokens of the one before.
+        batch = self._sampling(draws) if draws else None
+        logits, _ = graphs.run(rows)
+        if batch is None:
+            return _Pass(indices, draws, None, None, {})
+        wanted = [draw.token_row for draw in draws]
+        if wanted != list(range(len(rows))):
+            logits = logits[self._on_device(wanted)]
+        return _Pass(indices, draws, *self._sample(logits, draws, batch), {})
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         """int64, without waiting for what runs there."""
         tensor = torch.tensor(values, dtype=torch.int64, pin_memory=self._pool.is_cuda)
         return tensor.to(self._pool.device, non_blocking=True)
 
+    def _sampling(self, draws: list[_Draw]) -> SamplingBatch:
+        rows = [_sampling_row(draw.sequence) for draw in draws]
+        vocab, sampled = self._decoder.geometry.vocab_size, self._builder.sampled
+        return SamplingBatch.build(rows, vocab, sampled.device, sampled)
+
     def _sample(
-        self, logits: torch.Tensor, draws: list[_Draw]
+        self, logits: torch.Tensor, draws: list[_Draw], batch: SamplingBatch
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Leave the tokens among `sampled`, and send them to the host."""
         for position, draw in enumerate(draws):
             if self._failpoints.hit("logits", draw.sequence.request_id) == "nan":
                 logits[position] = torch.nan
-        sampled = self._builder.sampled
-        rows = [_sampling_row(draw.sequence) for draw in draws]
-        batch = SamplingBatch.build(rows, logits.shape[1], logits.device, sampled)
         output = sample(logits, batch)
+        sampled = self._builder.sampled
         first, last = draws[0].place, draws[-1].place
         if last - first == len(draws) - 1:
             sampled[first : last + 1] = output.token_ids
         else:
             sampled[self._on_device([draw.place for draw in draws])] = output.token_ids
-        tokens = output.token_ids.masked_fill(~output.finite, -1)
-        return _to_host(tokens), _logprobs_to_host(output.logprobs)
+        return _sent(output), _logprobs_to_host(output.logprobs)
 
     def _prompt_logprobs(
         self, row: ScheduledRow, hidden: torch.Tensor, last: int
@@ -237,13 +264,31 @@ class ModelRunner:
         return found
 
 
-def _draws(placed: list[tuple[int, int, ScheduledRow]], last_rows: Rows[int]) -> list[_Draw]:
+def _draws(placed: list[_Placed], last_rows: Rows[int]) -> list[_Draw]:
     """Everything that takes a token in this pass; `last_rows` is each row's last token row."""
     return [
         _Draw(index, place + offset, sequence, last)
         for (index, place, row), last in zip(placed, last_rows, strict=True)
         for offset, sequence in enumerate(row.samples)
     ]
+
+
+def _is_plain(draws: list[_Draw], num_rows: int) -> bool:
+    """Whether every row takes its most likely token, and nothing else is asked."""
+    if len(draws) != num_rows or draws[-1].place != num_rows - 1:
+        return False
+    for index, draw in enumerate(draws):
+        sequence = draw.sequence
+        if sequence.is_plain is None:
+            sequence.is_plain = is_plain(sequence.params)
+        if not sequence.is_plain or draw.token_row != index:
+            return False
+    return True
+
+
+def _sent(output: SampleOutput) -> torch.Tensor:
+    """The tokens on their way to the host, -1 where the logits were not finite."""
+    return _to_host(output.token_ids.masked_fill(~output.finite, -1))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

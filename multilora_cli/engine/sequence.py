@@ -35,6 +35,7 @@ class Sequence:
     max_len: int  # it ends with this many tokens
     root: bytes  # parent key of its first KV block
     stop_ids: frozenset[int]
+    is_plain: bool | None = field(default=None, kw_only=True)  # greedy alone; the runner's note
     share: str = ""  # whose part of the machine it uses
     weight: float = 1.0  # of its share
     charged: int = 0  # what its share was charged for it

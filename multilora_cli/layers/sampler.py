@@ -160,6 +160,24 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     return SampleOutput(token_ids, finite, logprobs)
 
 
+def greedy(logits: torch.Tensor) -> SampleOutput:
+    """The most likely token of each row of logits float32 [R, V]; the first of equal ones."""
+    best, token_ids = logits.max(-1)
+    finite = best.isfinite()
+    return SampleOutput(token_ids.masked_fill(~finite, 0), finite, None)
+
+
+def is_plain(params: RowParams) -> bool:
+    """Whether `greedy` is all that these parameters ask for, at every position."""
+    return (
+        params.temperature < GREEDY_BELOW
+        and params.logprobs is None
+        and not params.logit_bias
+        and not params.min_tokens
+        and not _is_penalised(params)
+    )
+
+
 @torch.inference_mode()
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
     """Log-softmax of logits float32 [R, V] at token_ids int64 [R] and at the num_top best."""

@@ -92,6 +92,8 @@ class KVCache:
             page = self._prefixes.insert(keys[index], parent, own, table.owner)
             if page != own:
                 self._hold(page)
+                # A new array: whoever has copied the old one's entries sees that they are stale.
+                table.pages = array("i", table.pages)
                 table.pages[index] = page
                 self._let_go([own])
             table.num_published = index + 1

@@ -85,6 +85,16 @@ def test_several_answers_and_prompt_logprobs_beside_recorded_steps(fleet: Signat
         assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
 
 
+def test_a_page_that_was_exchanged_for_a_cached_one_is_read_no_more(fleet: SignatureFleet) -> None:
+    """Equal answers side by side: the second goes on with the first one's blocks, its own are
+    freed, and in this rig a freed page holds NaN."""
+    rig = Rig(fleet.base, prefix_caching=True)
+    _with_graphs(rig, (1, 2, 4))
+    requests = [rig.submit([9] * 20, fleet.adapter(30), max_tokens=60) for _ in range(3)]
+    rig.run()
+    assert [rig.answer(request).tokens for request in requests] == [[31] * 60] * 3
+
+
 def test_a_fault_in_a_recorded_step_ends_its_own_request(fleet: SignatureFleet) -> None:
     rig = Rig(fleet.base, failpoints={"forward:2": "raise@4+"})
     _with_graphs(rig, (1, 2, 4))
