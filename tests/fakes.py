@@ -25,6 +25,7 @@ import msgspec
 
 from multilora_cli.engine.messages import (
     Abort,
+    AdapterEvent,
     AdapterRef,
     AdapterStatus,
     Delta,
@@ -264,7 +265,10 @@ class FakeEngine:
         if isinstance(message, EvictAdapter):
             held = self._adapters.pop(message.digest, None)
             pages = held.pages if held else 0
-            return Reply(message.call_id, freed_pages=pages, freed_host_bytes=pages * 4096)
+            status = AdapterStatus(message.digest, "stored", 0, 0, 0, False, 0, 0, 0.0)
+            return Reply(
+                message.call_id, status=status, freed_pages=pages, freed_host_bytes=pages * 4096
+            )
         return Reply(message.call_id, snapshot=self._snapshot())
 
     def _use(self, adapter: AdapterRef, tier: Any) -> AdapterStatus:
@@ -289,6 +293,7 @@ class FakeEngine:
                 msgspec.structs.replace(status, references=running.get(status.digest, 0))
                 for status in self._adapters.values()
             ],
+            {"adapter_slot": 2}, {"adapter_slot": 7.5, "place": 0.0},
         )  # fmt: skip
 
     def _admit(self, submit: Submit) -> None:
@@ -302,7 +307,10 @@ class FakeEngine:
         for index in range(submit.n):
             self._sequences.append(_Sequence(submit, index, script_of(submit, index)))
         if adapter is not None:
-            self._use(adapter, "hot")
+            was_held = adapter.digest in self._adapters
+            status = self._use(adapter, "hot")
+            if not was_held:
+                self._send(AdapterEvent(status))
 
     def _step(self) -> None:
         deltas = []

@@ -272,3 +272,30 @@ def test_searches_are_bounded_and_waits_end(tmp_path: Path, origin: FaultOrigin)
         handler.answer(200, body)
 
     asyncio.run(run())
+
+
+def test_unloading_gives_up_the_copy_on_disk(tmp_path: Path, origin: FaultOrigin) -> None:
+    """A-RUN-05: pages, host bytes and the claim on the disk store go with the last name of a
+    content, and the reply says how much; a refused version claims nothing."""
+    origin.put_objects("adapters/acme/twin/", tmp_path / "origin" / "legal")
+    write_adapter(tmp_path / "dora", use_dora=True)
+
+    async def run() -> None:
+        async with in_process(tmp_path, BUCKET) as app:
+            for name in ("acme/legal", "acme/twin"):
+                assert (await ask(app, name))[0] == 200
+            store = app.registry._store.opened
+            digests = {row["digest"][7:] for row in (await rows(app)).values()}
+            assert store._use.all() == digests and len(digests) == 1
+            first, second = [
+                await app.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+                for name in ("acme/legal", "acme/twin")
+            ]
+            assert "x-mlora-freed-pages" not in first.headers
+            assert second.headers["x-mlora-freed-pages"] == "3"
+            assert second.headers["x-mlora-freed-host-bytes"] == "12288"
+            assert store._use.all() == set()
+            store.make_room(2**30)  # everything may go now
+            assert list((store.root / "entries").iterdir()) == []
+
+    asyncio.run(run())
