@@ -36,6 +36,9 @@ def serve(
     poison: Annotated[
         bool, typer.Option("--poison", help="Fill freed pages with NaN and audit every step.")
     ] = False,
+    prefetch: Annotated[
+        bool, typer.Option("--prefetch/--no-prefetch", help="Bring popular adapters up ahead.")
+    ] = True,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -53,6 +56,7 @@ def serve(
     overrides = list(settings or ())
     overrides += [f"server.host={host}"] if host is not None else []
     overrides += [f"server.port={port}"] if port is not None else []
+    overrides += [] if prefetch else ["memory.prefetch=0"]
     startup = _prepare(console, fleet, overrides, poison)
     start = _Start(console, startup)
     status = run_server(

@@ -27,9 +27,11 @@ from multilora_cli.fleet.declared import (
     declared_settings,
 )
 from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
+from multilora_cli.fleet.schema import Limits
 from multilora_cli.fleet.statefile import StateFile, state_path
 from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
+from multilora_cli.server.auth import tenant_of
 from multilora_cli.server.changes import (
     RuntimeChanges,
     ServedFleet,
@@ -223,7 +225,15 @@ def _server_config(
         port=server.port,
         api_keys=tuple(secrets[key] for key in server.api_keys),
         admin_key=secrets[server.admin_key] if server.admin_key else None,
+        weights=_weights(loaded.fleet.limits, secrets),
     )
+
+
+def _weights(limits: Limits, secrets: Mapping[str, str]) -> Mapping[str, float]:
+    """By what requests are known by: the tenant that a key stands for, or the adapter's name."""
+    if limits.fairness == "tenant":
+        return {tenant_of(secrets[key]): weight for key, weight in limits.weights.items()}
+    return limits.weights
 
 
 def engine_config(
@@ -245,6 +255,9 @@ def engine_config(
         max_num_batched_tokens=max(fleet.limits.max_num_batched_tokens, fleet.limits.max_num_seqs),
         max_lora_rank=fleet.limits.max_lora_rank,
         max_loras=fleet.limits.max_loras,
+        max_adapter_bytes=fleet.limits.max_adapter_bytes,
+        fairness=fleet.limits.fairness,
+        prefetch_bytes_per_s=fleet.memory.prefetch,
         num_slots=num_slots(num_adapters),
         device_bytes=fleet.memory.device_bytes,
         device_fraction=fleet.memory.device_fraction,

@@ -72,6 +72,9 @@ Digest = Annotated[str, AfterValidator(_digest)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
+Weight = Annotated[float, Field(ge=0.01, le=100, strict=False)]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -113,6 +116,10 @@ class Memory(_Part):
     kv_reserve: float = Field(
         default=0.25, ge=0, lt=1, description="share of the pool adapters never take"
     )
+    prefetch: Size = Field(
+        default=256 * 2**20,
+        description="bytes a second of popular adapters brought up before anybody asks; 0: none",
+    )
 
 
 class Limits(_Part):
@@ -123,6 +130,17 @@ class Limits(_Part):
     max_lora_rank: int = Field(default=512, ge=1, le=512)
     max_loras: int | None = Field(
         default=None, ge=1, le=4096, description="distinct adapters in one step"
+    )
+    max_adapter_bytes: Size | None = Field(
+        default=None, description="of the distinct adapters in one step; null: any"
+    )
+    fairness: Literal["tenant", "adapter", "none"] = Field(
+        default="tenant", description="who takes turns when more is asked than can run"
+    )
+    weights: dict[Text, Weight] = Field(
+        default={},
+        max_length=MAX_ADAPTERS,
+        description="turns of an api key (as server.api_keys names it) or adapter; 1 if not named",
     )
     max_resolved: int = Field(
         default=10_000, ge=1, le=MAX_ADAPTERS, description="names of patterns known at a time"
@@ -224,6 +242,26 @@ class Fleet(_Part):
                 raise ValueError(f"adapters.{index}.name: {entry.name!r} {problem}")
             if entry.name == served:
                 raise ValueError(f"adapters.{index}.name: {entry.name!r} is the base's name")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_used(self) -> "Fleet":
+        weights, fairness = self.limits.weights, self.limits.fairness
+        if fairness == "tenant":
+            strangers = set(weights) - set(self.server.api_keys)
+        else:
+            strangers = {name for name in weights if not is_adapter_name(name)}
+        if fairness == "none":
+            strangers = set(weights)
+        if strangers:
+            expected = {
+                "tenant": "entries of server.api_keys",
+                "adapter": "names of adapters",
+                "none": "no weights without fairness",
+            }
+            raise ValueError(
+                f"limits.weights: found {min(strangers)!r}, expected {expected[fairness]}"
+            )
         return self
 
     def named_adapters(self) -> Iterator[tuple[int, Adapter]]:

@@ -58,7 +58,16 @@ class KeyRing:
                 code="permission_denied",
                 kind="permission_error",
             )
-        return Caller(tenant=found.hex()[:12], admin=admin)
+        return Caller(tenant=_name(found), admin=admin)
+
+
+def tenant_of(key: str) -> str:
+    """What requests with this key are known by."""
+    return _name(_digest(key.encode()))
+
+
+def _name(digest: bytes) -> str:
+    return digest.hex()[:12]
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """What the front process is told at its start."""
 
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,7 @@ class ServerConfig:
     max_resolved: int = 10_000  # names of patterns known at a time
     max_loras: int = 64  # adapters in one step, as metrics tell routers
     allowed_hosts: tuple[str, ...] = ()  # Host names beside the loopback ones
+    weights: Mapping[str, float] = field(default_factory=dict)  # by tenant or adapter name
     drain_s: float = 30.0
     limits: ServerLimits = ServerLimits()
 
