@@ -99,8 +99,12 @@ class Api:
 
     async def adapters(self) -> list[dict[str, Any]]:
         """Every registered adapter with its tier and counters."""
-        rows: list[dict[str, Any]] = (await self.get("/v1/lora_adapters"))["data"]
+        rows: list[dict[str, Any]] = (await self.listing())["data"]
         return rows
+
+    async def listing(self) -> dict[str, Any]:
+        """The adapters, and what requests found since the server started."""
+        return await self.get("/v1/lora_adapters")
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """Pieces of the answer as they come. Raises MloraError, also in mid-stream."""

@@ -1,7 +1,9 @@
 """`mlora list`: the adapters of a running server."""
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
@@ -10,9 +12,13 @@ _COLUMNS = (
     "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "used",
     "hits", "loads", "digest",
 )  # fmt: skip
+_TRAFFIC = ("found", "requests", "share", "TTFT p50", "TTFT p95")
 
 
 def list_adapters(
+    traffic: Annotated[
+        bool, typer.Option("--traffic", help="What requests found, instead of the adapters.")
+    ] = False,
     url: UrlOption = None,
     fleet: FleetOption = None,
     api_key: KeyOption = None,
@@ -21,14 +27,21 @@ def list_adapters(
 ) -> None:
     """List the adapters of a running server: where each is, what it costs, who keeps it, its use.
 
-    Names of patterns are there once somebody has asked for them.
+    Names of patterns are there once somebody has asked for them. With --traffic: how many requests
+    found their adapter on the device, how many had to wait for its files, and for how long.
 
     Example: mlora list --url http://127.0.0.1:8000
     """
     from multilora_cli.cli.api import server_url
 
     console = Console(as_json=as_json, quiet=quiet)
-    rows = asyncio.run(_fetch(server_url(url, fleet), api_key))
+    reply = asyncio.run(_fetch(server_url(url, fleet), api_key))
+    rows, found = reply["data"], reply.get("traffic") or {}
+    if traffic:
+        console.value(found)
+        console.table(_TRAFFIC, _tiers(found))
+        console.note(_summary(found))
+        return
     console.value(rows)
     if quiet:
         for row in rows:
@@ -38,13 +51,49 @@ def list_adapters(
     for row in rows:
         if row.get("tier") == "failed":
             console.note(f"{row['id']}: {row.get('detail') or 'failed'}{_retry(row)}")
+    if found.get("requests"):
+        console.note(_summary(found))
 
 
-async def _fetch(url: str, api_key: str | None) -> list[dict[str, Any]]:
+async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
     from multilora_cli.cli.api import Api
 
     async with Api(url, api_key) as api:
-        return await api.adapters()
+        return await api.listing()
+
+
+def _summary(found: dict[str, Any]) -> str:
+    """`1,200 requests: 87.5 % found their adapter hot, 3 cold starts; TTFT p95 hot 8 ms, ...`."""
+    requests = int(found.get("requests") or 0)
+    if not requests:
+        return "no request with an adapter yet"
+    waits = [
+        f"{tier} {_milliseconds(row['ttft_p95_s'])}"
+        for tier, row in found["tiers"].items()
+        if row["ttft_p95_s"] is not None
+    ]
+    return (
+        f"{requests:,} requests: {found['hit_ratio']:.1%} found their adapter hot,"
+        f" {found['cold_starts']:,} cold starts; TTFT p95 " + ", ".join(waits)
+    )
+
+
+def _tiers(found: dict[str, Any]) -> list[tuple[object, ...]]:
+    requests = int(found.get("requests") or 0)
+    return [
+        (
+            tier,
+            row["requests"],
+            f"{row['requests'] / requests:.1%}" if requests else "-",
+            _milliseconds(row["ttft_p50_s"]),
+            _milliseconds(row["ttft_p95_s"]),
+        )
+        for tier, row in (found.get("tiers") or {}).items()
+    ]
+
+
+def _milliseconds(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s * 1e3:.3g} ms"
 
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:

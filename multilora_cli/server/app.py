@@ -250,7 +250,8 @@ class Routes:
         front = self._front
         await front.client.query()
         table = front.metrics.adapters
-        return json_response(front.adapters.listing(table.traffic))
+        listing = front.adapters.listing(table.traffic)
+        return json_response({**listing, "traffic": front.metrics.tiers.summary()})
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""

@@ -14,6 +14,7 @@ from multilora_cli.server.contract import fault_error, internal_error
 from multilora_cli.server.metrics import Metrics
 from multilora_cli.server.replies import Frame
 from multilora_cli.server.ticket import ClientGone, Ticket
+from multilora_cli.server.tier_traffic import found_tier
 from multilora_cli.text.tokenizer import Tokenizer
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -69,6 +70,9 @@ class Run:
     def admit(self, client: EngineClient, receive: Receive, deadline_s: float) -> None:
         """Submit to the engine; from here on a client that leaves is noticed."""
         ticket = self._ticket = client.submit(self.job.submits)
+        adapter = self.job.frame.adapter
+        if adapter is not None:
+            self._meter.admitted(found_tier(client.statuses, adapter.digest))
         loop = asyncio.get_running_loop()
         self._watcher = loop.create_task(_watch(receive, ticket))
         error = RequestError(
