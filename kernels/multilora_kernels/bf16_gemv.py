@@ -11,12 +11,13 @@ measures better, the multiply is `torch.nn.functional.linear`.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import Chip, chip_for, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_for, next_power_of_2, tuned_table
 
 OP = "bf16_gemv"
 MAX_ROWS = 4
@@ -113,6 +114,7 @@ class GemvLaunch:
     prefetch: int = 16
 
 
+@lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
     """Launch of x [m, k] times w [n, k], or None: cuBLAS. What sets the order of sums (block_k
     and the threads of a row) is chosen by n and k alone.
@@ -122,7 +124,7 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
         return None
     return GemvLaunch(
         block_n=int(best.get("block_n", 4)),
-        block_k=int(best.get("block_k", min(1024, triton.next_power_of_2(k)))),
+        block_k=int(best.get("block_k", min(1024, next_power_of_2(k)))),
         unroll=int(best.get("unroll", 2)),
         num_warps=int(best.get("num_warps", 4)),
         pdl=chip.has_pdl,
@@ -141,7 +143,7 @@ def run_gemv(
     m, k = x.shape
     n = w.shape[0]
     y = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device) if out is None else out
-    bf16_gemv_kernel[(triton.cdiv(n, launch.block_n),)](
+    bf16_gemv_kernel[(cdiv(n, launch.block_n),)](
         x,
         w,
         y,

@@ -17,13 +17,14 @@ Cards whose tensor cores know no FP8 keep the weights in FP8 and the activations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from multilora_kernels.fp8_quant import RowScaling, quantise_rows
-from multilora_kernels.launch import Chip, chip_for, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
@@ -288,6 +289,7 @@ class Path(Enum):
     WIDENED = "slices of W and x widened to 16 bits, then the vendor's library"
 
 
+@lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(
     m: int, n: int, k: int, chip: Chip, blockwise: bool, dtype: torch.dtype = torch.bfloat16
 ) -> Tile | Path:
@@ -313,7 +315,7 @@ def run_split(
     m, k = xq.shape
     n = weight.out_features
     y = torch.empty((m, n), dtype=dtype, device=xq.device)
-    grid = (triton.cdiv(n, tile.block_n), tile.split_k, triton.cdiv(m, tile.block_m))
+    grid = (cdiv(n, tile.block_n), tile.split_k, cdiv(m, tile.block_m))
     partial, counters = workspace(tile, weight.counters, grid[0] * grid[2])
     fp8_gemm_kernel[grid](
         xq,
@@ -370,7 +372,7 @@ def run_scaled(
     m, n = raw.shape
     y = torch.empty((m, n), dtype=dtype, device=xq.device)
     pdl = chip_for(xq.device).has_pdl
-    scale_kernel[(triton.cdiv(n, 1024), m)](
+    scale_kernel[(cdiv(n, 1024), m)](
         raw, sx, weight.scale, y, n, _row_stride(sx, m), BLOCK=1024, PDL=pdl, launch_pdl=pdl
     )
     return y
@@ -378,7 +380,7 @@ def run_scaled(
 
 def _widen(q: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, scale_rows: int) -> None:
     rows, k = q.shape
-    widen_blocks_kernel[(triton.cdiv(k, 128), triton.cdiv(rows, 32))](
+    widen_blocks_kernel[(cdiv(k, 128), cdiv(rows, 32))](
         q, scale, out, rows, k, SCALE_ROWS=scale_rows, BLOCK=32, num_warps=4
     )
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import chip_for
+from multilora_kernels.launch import chip_for, next_power_of_2
 from multilora_kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
 from multilora_kernels.silu_mul import silu_mul_ref
 
@@ -51,6 +51,13 @@ def _round_to_e4m3(v):
 
 
 @triton.jit
+def _largest(v, axis: tl.constexpr):
+    """Largest magnitude, NaN where there is one: as integers magnitudes sort alike, NaN last."""
+    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis=axis).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _store_quantised(
     v, q_ptr, scale_ptr, row, k, K, upper_bound, static_ptr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -58,15 +65,14 @@ def _store_quantised(
     if STATIC:
         v = v / tl.load(static_ptr)
     elif GROUP == 0:
-        # A NaN must reach its own scale: tl.max drops it, a sum keeps it.
-        largest = tl.max(tl.abs(v), axis=0) + 0.0 * tl.sum(v * 0.0, axis=0)
+        largest = _largest(v, 0)
         scale = tl.minimum(tl.maximum(largest, 1e-10), upper_bound) / 448.0
         scale = tl.where(largest == largest, scale, largest)
         tl.store(scale_ptr + row, scale)
         v = v / scale
     else:
         groups = tl.reshape(v, (BLOCK // GROUP, GROUP))
-        largest = tl.max(tl.abs(groups), axis=1) + 0.0 * tl.sum(groups * 0.0, axis=1)
+        largest = _largest(groups, 1)
         scale = tl.minimum(tl.maximum(largest, 1e-10), upper_bound) / 448.0
         scale = tl.where(largest == largest, scale, largest)
         g = tl.arange(0, BLOCK // GROUP)
@@ -151,7 +157,7 @@ def silu_mul_quantise_kernel(
 
 def launch_choice(k: int) -> tuple[int, int]:
     """(block, warps) of a program that holds a row of `k`: at most 16 elements a thread."""
-    block = triton.next_power_of_2(max(k, 128))
+    block = next_power_of_2(max(k, 128))
     return block, min(32, max(4, block // 512))
 
 

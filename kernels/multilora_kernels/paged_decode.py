@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import gather_kv, kv_elements, widen_kv
-from multilora_kernels.launch import Chip, chip_of, tuned_table
+from multilora_kernels.launch import Chip, chip_for, chip_of, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
@@ -210,8 +210,10 @@ def decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr, COMPUTE: tl.constexpr,
+    WINDOWED: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     lanes_of = _plan(
         seq_lens_ptr, window, rows, slots, min_split,
         NUM_KV_HEADS, TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
@@ -288,7 +290,7 @@ def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[
     tuned = tuned_table(chip, "paged_decode").get(decode_key(head_dim, group, itemsize))
     if tuned is not None:
         return dict(tuned)
-    token_bytes = 2 * triton.next_power_of_2(head_dim) * itemsize
+    token_bytes = 2 * next_power_of_2(head_dim) * itemsize
     # Two tiles of K and V in flight (five stages: page ids are loaded ahead of them) take 2.4 to
     # 2.8 tiles of shared memory; two programs to a multiprocessor hide each other's latency.
     fits = int(chip.shared_bytes / (2 * 2.9 * token_bytes))
@@ -340,6 +342,7 @@ def paged_decode(
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
         choice = decode_choice(chip, head_dim, group, itemsize)
     choice = dict(choice)
+    pdl = chip_for(q.device).has_pdl
     slots, min_split = choice.pop("slots"), choice.pop("min_split")
     max_splits = choice["MAX_SPLITS"]
     assert min_split % choice["BLOCK_N"] == 0, "a split is whole tiles"
@@ -367,14 +370,16 @@ def paged_decode(
         min_split,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
-        BLOCK_B=max(256, triton.next_power_of_2(rows)),
-        BLOCK_C=triton.next_power_of_2(group),
-        BLOCK_G=max(16, triton.next_power_of_2(group)),
+        BLOCK_B=max(256, next_power_of_2(rows)),
+        BLOCK_C=next_power_of_2(group),
+        BLOCK_G=max(16, next_power_of_2(group)),
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
         COMPUTE=compute_type(q.dtype),
+        PDL=pdl,
+        launch_pdl=pdl,
         **choice,
     )
 

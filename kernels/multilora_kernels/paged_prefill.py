@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import gather_kv, kv_elements, widen_kv
-from multilora_kernels.launch import Chip, chip_of, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_of, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.paged_decode import compute_type
 
@@ -182,9 +182,9 @@ def prefill_choice(
     tuned = tuned_table(chip, "paged_prefill").get(prefill_key(head_dim, group, kv_itemsize))
     if tuned is not None:
         return dict(tuned)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     # fp32 has no tensor-core path here and doubles every tile.
-    block_m = max(64 if itemsize == 2 and block_d <= 128 else 32, triton.next_power_of_2(group))
+    block_m = max(64 if itemsize == 2 and block_d <= 128 else 32, next_power_of_2(group))
     if chip.sm >= 90 and itemsize == 2 and block_d <= 128:
         block_m = max(128, block_m)
     block_n = 64 if block_d * itemsize <= 256 else 32
@@ -219,7 +219,7 @@ def paged_prefill(
     if choice is None:
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
         choice = prefill_choice(chip, head_dim, group, itemsize, kv_dtype.itemsize)
-    tiles = triton.cdiv(batch.max_query_len, choice["BLOCK_M"] // group)
+    tiles = cdiv(batch.max_query_len, choice["BLOCK_M"] // group)
     prefill_kernel[(num_kv_heads, rows, tiles)](
         q,
         kv_elements(pool, kv_dtype),
@@ -237,7 +237,7 @@ def paged_prefill(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
         COMPUTE=compute_type(q.dtype),

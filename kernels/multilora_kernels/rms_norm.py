@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import chip_for
+from multilora_kernels.launch import chip_for, next_power_of_2
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def rms_norm_kernel(
 
 def launch_choice(size: int) -> dict[str, int]:
     """Tile and warps for rows of `size` elements: 16 or so elements a thread."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import FP8, kv_elements, narrow_kv
-from multilora_kernels.launch import chip_for
+from multilora_kernels.launch import cdiv, chip_for, next_power_of_2
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.rms_norm import rms_norm_ref
 from multilora_kernels.store_kv import store_kv_ref
@@ -122,7 +122,7 @@ def rope_store_kv_kernel(
 
 def launch_choice(half: int) -> dict[str, int]:
     """Heads and lanes of one program: about 1,024 elements for 4 warps."""
-    block_d = triton.next_power_of_2(half)
+    block_d = next_power_of_2(half)
     return {"BLOCK_D": block_d, "BLOCK_H": max(1, 512 // block_d), "num_warps": 4}
 
 
@@ -142,7 +142,7 @@ def rope_tables(
     cos = torch.empty(tokens, 1, half, dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
     if tokens > 0:
-        block = triton.next_power_of_2(half)
+        block = next_power_of_2(half)
         rope_tables_kernel[(tokens,)](
             cos, sin, positions, frequencies, scale, HALF=half, BLOCK=block, num_warps=1
         )
@@ -195,7 +195,7 @@ def rope_store_kv(
         return out
     choice = launch_choice(head_dim // 2)
     pdl = chip_for(packed.device).has_pdl
-    rope_store_kv_kernel[(tokens, triton.cdiv(all_heads, choice["BLOCK_H"]))](
+    rope_store_kv_kernel[(tokens, cdiv(all_heads, choice["BLOCK_H"]))](
         out,
         packed,
         cos,

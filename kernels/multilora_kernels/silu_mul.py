@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import chip_for
+from multilora_kernels.launch import cdiv, chip_for, next_power_of_2
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def silu_mul_kernel(out_ptr, x_ptr, stride_xt, size, BLOCK: tl.constexpr, PDL: t
 
 def launch_choice(size: int) -> dict[str, int]:
     """Tile and warps for rows of `size` outputs: 8 elements a thread."""
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(1024, next_power_of_2(size))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}
 
 
@@ -46,7 +46,7 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if out.numel() > 0:
         choice = launch_choice(size)
-        grid = (triton.cdiv(size, choice["BLOCK"]), rows)
+        grid = (cdiv(size, choice["BLOCK"]), rows)
         pdl = chip_for(x.device).has_pdl
         silu_mul_kernel[grid](out, x, x.stride(0), size, PDL=pdl, launch_pdl=pdl, **choice)
     return out

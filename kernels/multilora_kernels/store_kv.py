@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import FP8, kv_elements, kv_pages, narrow_kv, to_kv
+from multilora_kernels.launch import next_power_of_2
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 
@@ -52,7 +53,7 @@ def store_kv_kernel(
 
 def launch_choice(num_elements: int) -> dict[str, Any]:
     """Tile and warps for a token of `num_elements` (Hkv * D): about 8 elements a thread."""
-    block = triton.next_power_of_2(num_elements)
+    block = next_power_of_2(num_elements)
     return {"BLOCK": block, "num_warps": min(8, max(1, block // 256))}
 
 

@@ -27,7 +27,21 @@ def compile_for(
     num_stages: int = 2,
     **options: Any,
 ) -> int:
-    """Compile `kernel` down to a cubin for `sm`; returns the shared memory it needs, in bytes.
+    """Compile `kernel` down to a cubin for `sm`; returns the shared memory it needs, in bytes."""
+    compiled = compiled_for(kernel, signature, constexprs, sm, num_warps, num_stages, **options)
+    return int(compiled.metadata.shared)
+
+
+def compiled_for(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    sm: int,
+    num_warps: int = 4,
+    num_stages: int = 2,
+    **options: Any,
+) -> Any:
+    """`kernel` compiled down to a cubin for `sm`, as Triton gives it.
 
     `signature` names the type of every run-time argument ("*bf16", "i32", "i64", "fp32"), in any
     order; `constexprs` the value of every other. Pointers are taken to be 16-byte aligned, as
@@ -47,12 +61,11 @@ def compile_for(
     types = {name: text.removesuffix(":16") for name, text in spelled.items()}
     values = {(names.index(name),): value for name, value in constexprs.items()}
     source = ASTSource(kernel, types, values, attrs)
-    compiled = triton.compile(
+    return triton.compile(
         source,
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
-    return int(compiled.metadata.shared)
 
 
 def assert_fits(
@@ -68,3 +81,20 @@ def assert_fits(
     shared = compile_for(kernel, signature, constexprs, sm, num_warps, num_stages, **options)
     limit = shared_limit(sm)
     assert shared <= limit, f"sm_{sm}: {shared} bytes of shared memory, {limit} allowed"
+
+
+def assert_waits_first(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 2,
+) -> None:
+    """Compiled for an H200 and started early, it touches no memory before its wait."""
+    constexprs = {**constexprs, "PDL": True}
+    compiled = compiled_for(kernel, signature, constexprs, 90, num_warps, num_stages)
+    before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    early = [
+        word for word in ("ld.global", "st.global", "cp.async", "launch_dep") if word in before
+    ]
+    assert wait and not early, f"before its wait: {early}"

@@ -7,7 +7,7 @@ from multilora_kernels.launch import Chip
 from multilora_kernels.paged_decode import compute_type, decode_choice, decode_kernel
 from multilora_kernels.paged_prefill import prefill_choice, prefill_kernel
 from multilora_kernels.store_kv import launch_choice, store_kv_kernel
-from tests.kernels.aot import ARCHITECTURES, assert_fits
+from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
 
 # (head_dim, query heads per KV head, dtype of queries, sliding window)
 SHAPES = [
@@ -70,9 +70,12 @@ def compile_decode(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool
         "BLOCK_G": max(16, power_of_2(group)),
         "BLOCK_B": 256,
         "BLOCK_C": power_of_2(group),
+        "PDL": sm >= 90,
         **choice,
     }
     assert_fits(decode_kernel, signature, constants, sm, warps, stages)
+    if sm == 90:
+        assert_waits_first(decode_kernel, signature, constants, warps, stages)
 
 
 def compile_prefill(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from multilora_kernels.rope_store_kv import (
 )
 from multilora_kernels.silu_mul import silu_mul, silu_mul_kernel
 from multilora_kernels.store_kv import store_kv_ref
-from tests.kernels.aot import ARCHITECTURES, assert_fits
+from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
 
 # Two units in the last place, relative; the interpreter rounds bf16 towards zero at every step.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -27,6 +28,36 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     TOLERANCE[torch.bfloat16] *= 2
 DTYPES = list(TOLERANCE)
 EPS = 1e-5
+
+Arguments = tuple[Any, dict[str, str], dict[str, Any], int]
+"""A kernel, its signature, its constants without PDL, and its warps."""
+
+NORM: Arguments = (
+    rms_norm_kernel,
+    {
+        **dict.fromkeys(("out_ptr", "x_ptr", "residual_ptr", "weight_ptr"), "*bf16"),
+        **{"stride_xt": "i32:16", "stride_xh": "i32:16", "heads": "i32", "eps": "fp32"},
+    },
+    {"SIZE": 4096, "BLOCK": 4096, "ADDED": True},
+    8,
+)
+SILU: Arguments = (
+    silu_mul_kernel,
+    {"out_ptr": "*bf16", "x_ptr": "*bf16", "stride_xt": "i32:16", "size": "i32:16"},
+    {"BLOCK": 1024},
+    4,
+)
+
+
+def rope_arguments(pages: str) -> Arguments:
+    names = ("out_ptr", "packed_ptr", "q_weight_ptr", "k_weight_ptr")
+    signature = {**dict.fromkeys(names, "*bf16"), "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
+    signature |= {"pages_ptr": pages, "slot_mapping_ptr": "*i64", "eps": "fp32"}
+    signature |= dict.fromkeys(("stride_pt", "page_elements", "layer_start"), "i32:16")
+    choice = launch_choice(64)
+    warps = choice.pop("num_warps")
+    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "TOKENS": 16, "NORMED": True}
+    return rope_store_kv_kernel, signature, {**heads, **choice}, warps
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> torch.Tensor:
@@ -149,23 +180,16 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
 def test_elementwise_compiles(sm: int) -> None:
-    tensors = dict.fromkeys(("out_ptr", "x_ptr", "residual_ptr", "weight_ptr"), "*bf16")
-    strides = {"stride_xt": "i32:16", "stride_xh": "i32:16", "heads": "i32", "eps": "fp32"}
-    constants = {"SIZE": 4096, "BLOCK": 4096, "ADDED": True, "PDL": sm >= 90}
-    assert_fits(rms_norm_kernel, {**tensors, **strides}, constants, sm, 8)
-    signature = {"out_ptr": "*bf16", "x_ptr": "*bf16", "stride_xt": "i32:16", "size": "i32:16"}
-    assert_fits(silu_mul_kernel, signature, {"BLOCK": 1024, "PDL": sm >= 90}, sm, 4)
-    names = ("out_ptr", "packed_ptr", "q_weight_ptr", "k_weight_ptr")
-    signature = {**dict.fromkeys(names, "*bf16"), "cos_ptr": "*fp32", "sin_ptr": "*fp32"}
-    signature |= {"slot_mapping_ptr": "*i64", "eps": "fp32"}
-    signature |= dict.fromkeys(("stride_pt", "page_elements", "layer_start"), "i32:16")
-    choice = launch_choice(64)
-    warps = choice.pop("num_warps")
-    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": 64, "TOKENS": 16, "NORMED": True}
-    heads["PDL"] = sm >= 90
-    for pages in ("*bf16", "*fp8e4nv" if sm >= 89 else "*u8"):
-        kinds = {**signature, "pages_ptr": pages}
-        assert_fits(rope_store_kv_kernel, kinds, {**heads, **choice}, sm, warps)
+    kernels = [NORM, SILU, rope_arguments("*bf16")]
+    kernels.append(rope_arguments("*fp8e4nv" if sm >= 89 else "*u8"))
+    for kernel, signature, constants, warps in kernels:
+        assert_fits(kernel, signature, {**constants, "PDL": sm >= 90}, sm, warps)
     signature = dict.fromkeys(("cos_ptr", "sin_ptr", "frequencies_ptr"), "*fp32")
     signature |= {"positions_ptr": "*i64", "scale": "fp32"}
     assert_fits(rope_tables_kernel, signature, {"HALF": 64, "BLOCK": 64}, sm, 1)
+
+
+def test_early_launches_wait_before_they_read() -> None:
+    """What the kernel before still writes must not be read, nor a third one be let in."""
+    for kernel, signature, constants, warps in (NORM, SILU, rope_arguments("*bf16")):
+        assert_waits_first(kernel, signature, constants, warps)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import triton.language as tl
-from aot import ARCHITECTURES, assert_fits
 
 from multilora_kernels import awq_gemm, bf16_gemv, fp8_gemm, fp8_quant, fp8_weight_only
 from multilora_kernels.launch import Chip
 from multilora_kernels.split_k import Tile
+from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
 
 CHIPS = {
     80: Chip("NVIDIA A100", 80, 108),
@@ -142,6 +142,9 @@ def test_fp8_quant(sm: int) -> None:
     norm = {**common, "residual_ptr": "*bf16", "weight_ptr": "*bf16", "eps": "fp32"}
     values = {**silu, "HAS_RESIDUAL": True}
     assert_fits(fp8_quant.rms_norm_quantise_kernel, norm, values, sm, warps)
+    if sm == 90:
+        assert_waits_first(fp8_quant.silu_mul_quantise_kernel, common, silu, warps)
+        assert_waits_first(fp8_quant.rms_norm_quantise_kernel, norm, values, warps)
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
