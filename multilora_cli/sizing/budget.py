@@ -124,7 +124,7 @@ def workspace_bytes(
     float32 [tokens, 3 x rank] of the widest launch (q, k, v). On a card, decode attention keeps
     float32 partial results of up to 32 splits a row and head (multilora_kernels.paged_decode).
     """
-    rows = activation_bytes(geometry, itemsize, max_tokens)
+    rows = activation_bytes(geometry, itemsize, max_tokens, on_card=on_card)
     logits = 4 * max_seqs * geometry.vocab_size * 4
     lora = max_tokens * 3 * max_rank * 4
     return rows + logits + lora + (partial_bytes(geometry, max_seqs) if on_card else 0)
@@ -169,15 +169,17 @@ def partial_bytes(geometry: ModelGeometry, num_seqs: int) -> int:
     return num_seqs * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
 
 
-def activation_bytes(geometry: ModelGeometry, itemsize: int, num_tokens: int) -> int:
+def activation_bytes(
+    geometry: ModelGeometry, itemsize: int, num_tokens: int, *, on_card: bool = True
+) -> int:
     """What one layer's pass over `num_tokens` rows holds at its widest.
 
     Hidden state, residual and normed input, then either q, k, v and the attention's output, or
-    gate, up and their product.
+    gate, up and their product; a CPU, without the kernel that fuses them, also silu(gate).
     """
     hidden = 3 * geometry.hidden_size
     attention = 2 * geometry.q_size + 2 * geometry.kv_size
-    mlp = 3 * geometry.intermediate_size
+    mlp = (3 if on_card else 4) * geometry.intermediate_size
     return num_tokens * (hidden + max(attention, mlp)) * itemsize
 
 

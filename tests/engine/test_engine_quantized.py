@@ -89,7 +89,7 @@ def check_mixed_batch(rig: Rig, bases: Bases, count: int) -> None:
 def test_mixed_batch_equals_solo(
     bases: Bases, name: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight rows, six adapters, two base rows."""
+    """A-CFG-30, A-CFG-31: eight rows, six adapters, two base rows, on every kind of storage."""
     if form == "packed":
         monkeypatch.setattr(device_memory, "placed", placed_packed)
     check_mixed_batch(Rig(bases.base(name), max_num_batched_tokens=96), bases, 8)

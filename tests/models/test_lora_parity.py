@@ -109,7 +109,7 @@ def test_adapters_matter(case: Case) -> None:
 
 
 def test_a_base_batch_launches_no_adapter_work(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With adapters loaded but only base rows, add_lora is not even called."""
+    """A-PERF-02: with adapters loaded but only base rows, add_lora is not even called."""
     runner = case.runner()
 
     def unexpected(*args: object) -> None:

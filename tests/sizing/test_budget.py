@@ -9,6 +9,7 @@ from multilora_cli.sizing.budget import (
     graph_bytes,
     graph_ranks,
     graph_rows,
+    partial_bytes,
     plan_pool,
     table_bytes,
     workspace_bytes,
@@ -140,9 +141,12 @@ def test_attention_partials_are_counted_on_a_card() -> None:
     """136 MB at 256 rows, 32 heads of 128: what paged_decode.decode_workspace_bytes says."""
     from multilora_kernels.paged_decode import decode_workspace_bytes
 
-    on_card = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
-    on_cpu = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=False)
-    assert on_card - on_cpu == decode_workspace_bytes(256, 32, 128) == 136_314_880
+    workspace = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
+    parts = decode_workspace_bytes(256, 32, 128)
+    assert parts == partial_bytes(LLAMA3_8B, 256) == 136_314_880
+    rows = activation_bytes(LLAMA3_8B, 2, 8192)
+    assert workspace == rows + parts + 4 * 256 * 128256 * 4 + 8192 * 3 * 512 * 4
+
 
 
 @pytest.mark.parametrize(
