@@ -2,7 +2,7 @@
 
 `fleet.yaml` has `fleet.state.json` beside it, or `server.state_file`. A change holds the
 fingerprint of what the file said about that adapter when it was made; where the file says something
-else now, the file wins and the change is gone (docs/adr/0007).
+else now, the file wins and the change is gone (docs/adr/0008).
 """
 
 import fcntl
