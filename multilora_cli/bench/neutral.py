@@ -68,6 +68,12 @@ def _all_settings(count: int) -> tuple[Setting, ...]:
     )
 
 
+def loading_setting(count: int) -> Setting:
+    """Adapters of 27 MB for a Llama-3-8B that no other setting has loaded."""
+    sources = tuple(_source(16, "attention", 10_000 + seed) for seed in range(count))
+    return Setting("loads", f"{count} distinct r16 on attention, loaded one by one", sources)
+
+
 def _source(rank: int, targets: str, seed: int) -> str:
     return f"dummy:rank={rank},targets={targets},seed={seed}"
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from multilora_cli.engine.messages import (
+    Abort,
     AdapterEvent,
     AdapterRef,
     Delta,
+    EvictAdapter,
     LoadAdapter,
     Reply,
     Snapshot,
@@ -154,6 +156,64 @@ class Driver:
             turns=tuple(turns),
             grown=_grown(before, engine.snapshot().counters),
         )
+
+    # ---- answers that go on while something else is measured (loading.py)
+
+    def begin(self, submits: Sequence[Submit]) -> None:
+        """Submit all, and step until each has its first token."""
+        for submit in submits:
+            self._engine.handle(submit)
+        begun: set[int] = set()
+        while len(begun) < len(submits):
+            begun |= {delta.request_id for delta in self._step() if delta.token_ids}
+
+    def steps(self, count: int) -> list[float]:
+        """Seconds between the tokens of the next `count` steps."""
+        gaps = []
+        for _ in range(count):
+            before = self._clock()
+            self._step()
+            gaps.append(self._clock() - before)
+        return gaps
+
+    def load_beside(self, adapter: AdapterRef) -> tuple[float, list[float]]:
+        """Make an adapter hot while answers go on: the seconds it took, and those between tokens
+        meanwhile. Raises Refused."""
+        call, started, gaps = next(self._calls), self._clock(), []
+        self._engine.handle(LoadAdapter(call, adapter, hot=True))
+        while True:
+            gaps += self.steps(1)
+            for reply in self._engine.take_replies():
+                if reply.fault is not None:
+                    raise Refused(f"adapter {adapter.name} cannot be loaded: {reply.fault.message}")
+                if reply.call_id == call:
+                    return self._clock() - started, gaps
+
+    def evict(self, adapter: AdapterRef, to: Literal["warm", "cold"]) -> None:
+        """Give the adapter's pages back, and with `cold` its image in host memory too."""
+        call = next(self._calls)
+        self._engine.handle(EvictAdapter(call, adapter.digest, to))
+        while not any(reply.call_id == call for reply in self._engine.take_replies()):
+            self._step()
+
+    def cancel(self, submits: Sequence[Submit]) -> None:
+        """End what `begin` began."""
+        for submit in submits:
+            self._engine.handle(Abort(submit.request_id))
+        while self._engine.idle_wait_s is not None:
+            self._engine.step()
+
+    def _step(self) -> list[Delta]:
+        """One step that has tokens. Raises Refused when an answer ends."""
+        started = self._clock()
+        while True:
+            deltas = self._engine.step()
+            self._engine.take_events()
+            if any(delta.finish_reason is not None for delta in deltas):
+                raise Refused("an answer ended before what was to be measured beside it")
+            if deltas:
+                return deltas
+            self._rest(started)
 
     def _rest(self, progress: float) -> None:
         """Let loaders work where no step can run."""

@@ -59,7 +59,7 @@ def cell(
         "input": shape.input_tokens,
         "output": shape.output_tokens,
         "rounds": shape.rounds,
-        **{key: _rounded(value) for key, value in asdict(found).items()},
+        **{key: rounded(value) for key, value in asdict(found).items()},
     }
 
 
@@ -126,6 +126,17 @@ def describe(record: Mapping[str, Any]) -> str:
     """One line for whoever waits."""
     if record["kind"] == "failure":
         return f"{record['quantization']}, {record['settings']}: failed"
+    if record["kind"] == "loads":
+        times = ", ".join(
+            f"{name.removesuffix('_ms').replace('_', ' ')} {max(record[name]):.1f}"
+            for name in ("first_ms", "again_ms", "warm_ms")
+            if record[name]
+        )
+        return (
+            f"{record['quantization']}: {len(record['first_ms'])} loads beside B={record['batch']}:"
+            f" to hot, worst ms: {times}; step median {record['step_ms']:.2f} ms, longest gap"
+            f" {record['gap_max_ms']:.2f} ms"
+        )
     if record["kind"] == "start":
         phases = ", ".join(f"{k} {v:.2f} s" for k, v in record["start_s"].items() if v is not None)
         return f"{record['quantization']}: started: {phases}"
@@ -169,9 +180,12 @@ def _cell_text(record: Mapping[str, Any] | None) -> str:
     return f"{record['step_ms']:.2f}{share} {record['output_tokens_per_s']:,.0f}"
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Floats to five digits, inside of anything."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
     return value

@@ -4,7 +4,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +39,14 @@ def offline(
     adapters: Annotated[
         int, typer.Option(help="Adapters where they are distinct.", min=1, max=4096)
     ] = 64,
+    loads: Annotated[
+        int,
+        typer.Option(
+            help="Also load this many adapters (attention, r16), one by one, while others decode.",
+            min=0,
+            max=256,
+        ),
+    ] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
     kv: Annotated[str, typer.Option(help="Memory for KV beside all adapters.")] = "9GiB",
     tight_pool: Annotated[
@@ -88,6 +96,7 @@ def offline(
         output=output,
         commit=commit,
         arguments=tuple(sys.argv[1:]),
+        loads=loads,
     )
     with tempfile.TemporaryDirectory(prefix="mlora-bench-") as scratch:
         options = EngineOptions(
@@ -122,6 +131,7 @@ class _Bench:
     output: Path | None
     commit: str | None
     arguments: tuple[str, ...]
+    loads: int  # adapters to load while others decode
 
     def run(self, options: "EngineOptions") -> list[dict[str, Any]]:
         """All records; each is on disk as soon as it is known."""
@@ -149,6 +159,7 @@ class _Bench:
         records: list[dict[str, Any]],
     ) -> None:
         """One engine: its start, then every setting and batch."""
+        from multilora_cli.bench.neutral import loading_setting
         from multilora_cli.bench.offline import Driver
         from multilora_cli.bench.offline_report import Phases
         from multilora_cli.cli.bench_engine import engine_for
@@ -156,12 +167,16 @@ class _Bench:
         phases = Phases()
         names = ",".join(setting.name for setting in settings)
         self.console.note(f"{quantization}: starting an engine for {names}")
-        with engine_for(options, quantization, settings, phases) as engine:
+        loads = self.loads if not settings[0].is_tight else 0
+        room_for = (*settings, loading_setting(loads)) if loads else settings
+        with engine_for(options, quantization, room_for, phases) as engine:
             session = _Session(self, options, quantization, engine, Driver(engine))
             self._add(records, session.start(names, phases))
             for setting in settings:
                 for record in session.cells(setting):
                     self._add(records, record)
+            if loads:
+                self._add(records, session.loads(loads))
 
     def _add(self, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
         from multilora_cli.bench.offline_report import append, describe, facts
@@ -248,6 +263,30 @@ class _Session:
                 "load_s": round(load_s, 3),
                 "device": device,
             }
+
+    def loads(self, count: int) -> dict[str, Any]:
+        """How long adapters take to become hot beside the largest batch, and what it feels."""
+        from multilora_cli.bench.loading import measure_loads
+        from multilora_cli.bench.neutral import loading_setting
+        from multilora_cli.bench.offline_report import SCHEMA, rounded
+        from multilora_cli.cli.bench_engine import make_adapters
+
+        bench, batch = self.bench, min(max(self.bench.batches), 64)
+        folder = self.options.folder(self.quantization)
+        adapters = make_adapters(self.engine, loading_setting(count), folder, self.options.cache)
+        room = self.engine.parts.max_model_len - bench.shape.input_tokens
+        submits = self._submits(replace(bench.shape, output_tokens=room), batch, ())
+        found = measure_loads(self.driver, submits, adapters.refs)
+        return {
+            "kind": "loads",
+            "schema": SCHEMA,
+            "model": bench.model,
+            "quantization": self.quantization,
+            "batch": batch,
+            "adapter_bytes": adapters.weight_bytes[0],
+            **rounded(asdict(found)),
+            "device": self.engine.parts.ready.device,
+        }
 
     def _submits(
         self, shape: "Shape", batch: int, adapters: "Sequence[AdapterRef]"

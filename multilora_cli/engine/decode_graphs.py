@@ -115,6 +115,7 @@ class DecodeGraphs:
     def capture(self, progress: Progress) -> None:
         """Capture every step; `progress` is told how many are done, and of how many."""
         device = self._builder.pool.device
+        progress(0, len(self._row_counts) * len(self._ranks))
         for rank in self._ranks:  # what an eager step allocates is the workspace's, not the graphs'
             self._warm_up(self._row_counts[-1], rank)
         free_before = torch.cuda.mem_get_info(device)[0]

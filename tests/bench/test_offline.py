@@ -63,6 +63,24 @@ def test_every_setting_is_measured_and_each_cell_is_a_line_on_disk(tmp_path: Pat
         assert text in result.stdout
 
 
+def test_adapters_are_loaded_beside_answers_that_go_on(tmp_path: Path) -> None:
+    output = tmp_path / "loads.jsonl"
+    result = offline("--settings", "base", "--loads", "2", "--output", str(output))
+    assert "2 loads beside B=4" in result.output
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    (record,) = [line for line in found if line["kind"] == "loads"]
+    for name in ("first_ms", "again_ms", "warm_ms"):
+        assert len(record[name]) == 2 and min(record[name]) > 0
+    assert record["gap_max_ms"] >= record["gap_median_ms"] > 0 and record["step_ms"] > 0
+    assert record["batch"] == 4 and record["adapter_bytes"] > 0
+
+
+def test_an_answer_that_ends_too_early_is_told() -> None:
+    few = ("--settings", "base", "--loads", "3", "--max-model-len", "48")
+    result = offline(*few, code=1)
+    assert "ended before what was to be measured" in result.output
+
+
 def test_a_pool_too_small_for_all_adapters_makes_them_take_turns(tmp_path: Path) -> None:
     """Four attention adapters of rank 16 take 112 KiB each in float32, and 24 tokens 32 KiB."""
     value = json.loads(

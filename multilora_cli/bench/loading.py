@@ -1,0 +1,64 @@
+"""How fast adapters become hot while others decode, and what those others feel of it.
+
+Every adapter is loaded three times: for the first time in this process; once more after it was
+evicted to its files, so that its digest and layout are known; and from host memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from multilora_cli.bench.offline import Driver
+from multilora_cli.engine.messages import AdapterRef, Submit
+
+_QUIET_STEPS = 8  # between loads, so that one's gap is not counted for the next
+
+
+@dataclass(frozen=True)
+class LoadFigures:
+    """Milliseconds: from the call to hot, one entry an adapter; and between tokens of the others.
+
+    A load is done when the adapter may be used in the next step, so a step's length is part of it.
+    """
+
+    first_ms: tuple[float, ...]  # from files in the page cache, at their first load
+    again_ms: tuple[float, ...]  # from files, with a known digest
+    warm_ms: tuple[float, ...]  # from host memory
+    step_ms: float  # median between tokens while nothing is loaded
+    gap_median_ms: float  # between tokens during loads
+    gap_max_ms: float
+
+
+def measure_loads(
+    driver: Driver, submits: Sequence[Submit], adapters: Sequence[AdapterRef]
+) -> LoadFigures:
+    """Load `adapters` one by one while `submits` decode. Raises Refused where one is refused or
+    the answers end before the loads."""
+    driver.begin(submits)
+    quiet = driver.steps(4 * _QUIET_STEPS)
+    gaps: list[float] = []
+    rounds: tuple[Literal["warm", "cold"], ...] = ("cold", "warm", "cold")  # evicted to, after
+    first, again, warm = (
+        [_timed(driver, adapter, evict_to, gaps) for adapter in adapters] for evict_to in rounds
+    )
+    driver.cancel(submits)
+    return LoadFigures(
+        first_ms=tuple(first),
+        again_ms=tuple(again),
+        warm_ms=tuple(warm),
+        step_ms=median(quiet) * 1e3,
+        gap_median_ms=median(gaps) * 1e3,
+        gap_max_ms=max(gaps) * 1e3,
+    )
+
+
+def _timed(
+    driver: Driver, adapter: AdapterRef, evict_to: Literal["warm", "cold"], gaps: list[float]
+) -> float:
+    """One load, then the eviction that the next round starts from; ms to hot."""
+    seconds, during = driver.load_beside(adapter)
+    gaps += during
+    driver.evict(adapter, evict_to)
+    driver.steps(_QUIET_STEPS)
+    return seconds * 1e3
