@@ -10,6 +10,7 @@ from multilora_cli.fleet.schema import Fleet
 from multilora_cli.sizing.bound import break_even, decode_bound, load_seconds, prefill_seconds
 from multilora_cli.sizing.budget import BaseBytes, MemoryPlan, base_bytes, num_slots
 from multilora_cli.sizing.device import StepSizes, cut_device
+from multilora_cli.sizing.efficiency import measured, nearest
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.hardware import Gpu
 from multilora_cli.sizing.pages import (
@@ -78,12 +79,14 @@ class RankRow:
 
 @dataclass(frozen=True)
 class BoundRow:
-    """Least time of one decode step."""
+    """Least time of one decode step, and what to expect of this engine where it was measured."""
 
     batch: int
     base_ms: float
     adapters_ms: float  # every row its own adapter, of the fleet's mean size
     tokens_s: float  # at adapters_ms
+    expected_tokens_s: float | None = None  # tokens_s times the share that was reached
+    expected_from: str = "no data for this card"  # or where that share was measured
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
 
 
 def _memory(request: PlanRequest) -> MemoryPlan:
-    slots = num_slots(len(request.adapters))
+    slots = num_slots(len(request.adapters) + request.fleet.num_unlisted)
     return cut_device(
         request.geometry,
         request.quantization,
@@ -247,7 +250,15 @@ def _bounds(
         distinct = [mean] * min(batch, len(costs) or batch)
         plain = decode_bound(base, kv, contexts, (), request.gpu).seconds
         loaded = decode_bound(base, kv, contexts, distinct, request.gpu).seconds
-        yield BoundRow(batch, plain * 1000, loaded * 1000, batch / loaded)
+        row = BoundRow(batch, plain * 1000, loaded * 1000, batch / loaded)
+        cell = nearest(
+            measured(), request.gpu, request.quantization.method, batch, adapters=bool(costs)
+        )
+        if cell is not None:
+            row = replace(
+                row, expected_tokens_s=row.tokens_s * cell.share, expected_from=cell.label
+            )
+        yield row
 
 
 def _prefill_ms(request: PlanRequest, gpu: Gpu) -> float:
