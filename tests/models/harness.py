@@ -149,6 +149,76 @@ class PagedRunner:
         row.pages = []
 
 
+class StepBuffers:
+    """A step in memory of fixed size, as a captured graph needs it; what is left over is padding.
+
+    `decodes` rows of one token come first, then `chunks` rows of `chunk_tokens` tokens in all.
+    """
+
+    def __init__(
+        self, runner: PagedRunner, decodes: int, chunks: int = 0, chunk_tokens: int = 0
+    ) -> None:
+        self.runner, self.decodes, max_pages = runner, decodes, 10
+        num_tokens, num_rows, device = decodes + chunk_tokens, decodes + chunks, runner.pool.device
+        self.token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.token_ids)
+        self.segments = Segments(num_tokens, device)
+        self.context = StepContext(
+            pool=runner.pool,
+            slot_mapping=torch.zeros_like(self.token_ids),
+            attention=AttentionBatch(
+                query_start=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+                seq_lens=torch.zeros(num_rows, dtype=torch.int32, device=device),
+                page_table=torch.zeros(num_rows, max_pages, dtype=torch.int32, device=device),
+                num_decodes=decodes,
+                max_query_len=max(1, chunk_tokens),
+                max_seq_len=max_pages * TOKENS_PER_PAGE,
+            ),
+            table=runner.table,
+            segments=self.segments,
+        )
+
+    def fill(self, decodes: Sequence[Row], chunks: Sequence[tuple[Row, int]] = ()) -> list[int]:
+        """The last token of the `decodes`, the last few of the `chunks`; their pages are there.
+
+        Returns the token row of each one's last token.
+        """
+        attention, num_tokens = self.context.attention, self.token_ids.shape[0]
+        tokens, positions, slots = [0] * num_tokens, [0] * num_tokens, [0] * num_tokens
+        mapping, lens = [-1] * num_tokens, [0] * attention.num_sequences
+        starts, last = list(range(self.decodes + 1)), []
+        places = [*range(len(decodes)), *range(self.decodes, self.decodes + len(chunks))]
+        for place, (row, count) in zip(places, [*((r, 1) for r in decodes), *chunks], strict=True):
+            begin, end = len(row.tokens) - count, len(row.tokens)
+            first = place if place < self.decodes else starts[-1]
+            for at, position in enumerate(range(begin, end), first):
+                page = row.pages[position // TOKENS_PER_PAGE]
+                tokens[at], positions[at], slots[at] = row.tokens[position], position, row.slot
+                mapping[at] = page * TOKENS_PER_PAGE + position % TOKENS_PER_PAGE
+            if place >= self.decodes:
+                starts.append(first + count)
+            lens[place] = end
+            last.append(first + count - 1)
+            table = torch.tensor(row.pages, dtype=torch.int32)
+            attention.page_table[place, : len(row.pages)].copy_(table)
+        starts += starts[-1:] * (attention.num_sequences + 1 - len(starts))
+        for buffer, values in (
+            (self.token_ids, tokens),
+            (self.positions, positions),
+            (self.context.slot_mapping, mapping),
+            (attention.query_start, starts),
+            (attention.seq_lens, lens),
+        ):
+            buffer.copy_(torch.tensor(values))
+        self.segments.build(slots)
+        return last
+
+    def run(self) -> torch.Tensor:
+        """Logits [tokens, vocab], those of padding without meaning."""
+        decoder = self.runner.decoder
+        return decoder.logits(decoder.forward(self.token_ids, self.positions, self.context))
+
+
 def _attention(work: Sequence[tuple[Row, int]], device: torch.device) -> AttentionBatch:
     counts = [count for _, count in work]
     lens = [row.done for row, _ in work]

@@ -6,16 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.sampler import SamplingBatch, sample
-from multilora_kernels.paged_attention import AttentionBatch
-from multilora_kernels.segments import Segments
 from tests.layers.test_sampler import random_rows
 from tests.models import tiny
 from tests.models.harness import (
     Chunker,
     PagedRunner,
     Row,
+    StepBuffers,
     chunks_of,
     one_by_one,
     ragged,
@@ -77,71 +75,31 @@ def test_equals_peft(case: Case, dtype: torch.dtype, chunker: Chunker) -> None:
         assert float(gap.max()) < 1e-3
 
 
-class DecodeBuffers:
-    """A decode step of `size` rows in fixed memory, as a captured graph needs it."""
-
-    def __init__(self, runner: PagedRunner, size: int, max_pages: int) -> None:
-        self.runner, self.size, device = runner, size, runner.pool.device
-        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.token_ids)
-        self.segments = Segments(size, device, max_rank=64)
-        seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
-        self.context = StepContext(
-            pool=runner.pool,
-            slot_mapping=torch.full_like(self.token_ids, -1),
-            attention=AttentionBatch(
-                query_start=torch.arange(size + 1, dtype=torch.int32, device=device),
-                seq_lens=seq_lens,
-                page_table=torch.zeros(size, max_pages, dtype=torch.int32, device=device),
-                num_decodes=size,
-                max_query_len=1,
-                max_seq_len=max_pages * 16,
-            ),
-            table=runner.table,
-            segments=self.segments,
-        )
-
-    def fill(self, rows: list[Row]) -> None:
-        """The last token of every row; what is left of the buffers is padding."""
-        attention, padding = self.context.attention, self.size - len(rows)
-        last = [len(row.tokens) - 1 for row in rows]
-        places = [row.pages[at // 16] * 16 + at % 16 for row, at in zip(rows, last, strict=True)]
-        self.token_ids.copy_(torch.tensor([row.tokens[-1] for row in rows] + [0] * padding))
-        self.positions.copy_(torch.tensor(last + [0] * padding))
-        self.context.slot_mapping.copy_(torch.tensor(places + [-1] * padding))
-        attention.seq_lens.copy_(torch.tensor([at + 1 for at in last] + [0] * padding))
-        for index, row in enumerate(rows):
-            attention.page_table[index, : len(row.pages)] = torch.tensor(row.pages)
-        self.segments.build([row.slot for row in rows] + [0] * padding)
-
-    def run(self) -> torch.Tensor:
-        """Logits [size, vocab]."""
-        decoder = self.runner.decoder
-        return decoder.logits(decoder.forward(self.token_ids, self.positions, self.context))
-
-
-@pytest.mark.parametrize("size", [1, 8])
-def test_a_captured_step_replays_for_other_rows(case: Case, size: int) -> None:
-    """Other tokens, lengths, pages and adapters, and rows of padding: the eager step's bits."""
+@pytest.mark.parametrize("shape", [(1, 0, 0), (8, 0, 0), (4, 3, 100)], ids=str)
+def test_a_captured_step_replays_for_other_rows(case: Case, shape: tuple[int, int, int]) -> None:
+    """Other tokens, lengths, pages, adapters and padding, in decode steps and mixed ones."""
+    decodes, chunks, chunk_tokens = shape
     runner = PagedRunner(tiny.load(case.base, torch.bfloat16, "cuda"), num_pages=900)
     load_adapters(runner, case.adapters)
     rows = [Row(p, slot=s) for p, s in zip(case.prompts, SLOTS, strict=True)]
     runner.step([(row, row.left) for row in rows])
-    buffers = DecodeBuffers(runner, size, max_pages=8)
-    buffers.fill(rows[:size])
+    ends = torch.tensor([len(p) for p in case.prompts]).cumsum(0) - 1
+    buffers = StepBuffers(runner, *shape)
+    buffers.fill(rows[:decodes])
+    buffers.segments.prepare_capture(runner.table, decodes + chunk_tokens, rank=64)
     buffers.run()  # compiles, and allocates what a capture must not
-    buffers.segments.prepare_capture(runner.table, size, rank=64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = buffers.run()
-    for start, count in ((0, size), (size, size), (5, max(1, size - 3)), (0, size)):
-        buffers.fill(rows[start : start + count])
+    for start, used in ((0, decodes), (4, decodes), (3, max(1, decodes - 3)), (0, decodes)):
+        chunked = rows[12 : 12 + chunks][: chunks - start % 2]
+        work = [(row, min(len(row.tokens), 2 + 11 * start)) for row in chunked]
+        last = buffers.fill(rows[start : start + used], work)
         graph.replay()
-        replayed = logits[:count].clone()
-        assert torch.equal(replayed, buffers.run()[:count])
-        ends = torch.tensor([len(p) for p in case.prompts]).cumsum(0) - 1
-        expected = case.expected[ends[start : start + count]]
-        gap = (replayed.cpu().log_softmax(-1) - expected).abs().mean()
+        replayed = logits[last].clone()
+        assert torch.equal(replayed, buffers.run()[last])
+        members = [*range(start, start + used), *range(12, 12 + len(chunked))]
+        gap = (replayed.cpu().log_softmax(-1) - case.expected[ends[members]]).abs().mean()
         assert float(gap) < 2 * TOLERANCES[torch.bfloat16]
 
 

@@ -12,6 +12,7 @@ from tests.models.harness import (
     Chunker,
     PagedRunner,
     Row,
+    StepBuffers,
     chunks_of,
     log_probability_gap,
     one_by_one,
@@ -93,6 +94,21 @@ def test_any_order_and_chunking(case: Case, seed: int) -> None:
     random.Random(seed).shuffle(order)
     gaps = case.gaps(order, ragged(seed, most=30))
     assert max(gaps) < TOLERANCE, gaps
+
+
+@pytest.mark.parametrize("shape", [(8, 0, 0), (12, 0, 0), (8, 4, 140)], ids=str)
+def test_padding_of_a_fixed_step_changes_nothing(case: Case, shape: tuple[int, int, int]) -> None:
+    """Spare decode rows, spare chunks and spare tokens beside rows of the base and of adapters."""
+    runner = case.runner()
+    rows = [Row(p, slot=s) for p, s in zip(case.prompts, SLOTS, strict=True)]
+    runner.step([(row, row.left) for row in rows])
+    buffers = StepBuffers(runner, *shape)
+    for decodes in ([0, 1, 2], [3, 4, 5, 6, 7, 8, 9, 10], [11]):
+        chunks = [(12, 70), (14, 9), (15, 32)][: shape[1] and len(decodes)]
+        last = buffers.fill([rows[i] for i in decodes], [(rows[i], n) for i, n in chunks])
+        logits = buffers.run()
+        for at, i in zip(last, [*decodes, *(i for i, _ in chunks)], strict=True):
+            assert log_probability_gap(logits[at : at + 1], case.reference[i][-1:]) < TOLERANCE
 
 
 def test_each_row_alone_equals_peft(case: Case) -> None:
