@@ -57,9 +57,9 @@ def _card(options: "BenchOptions") -> "Gpu | None":
 
 
 def _request(path: Path | None, card: "Gpu | None") -> "PlanRequest":
-    from multilora_cli.cli import plan
+    from multilora_cli.cli.plan_request import plan_request
 
-    return plan.plan_request(path, (), card, None)
+    return plan_request(path, (), card, None, elsewhere=True)
 
 
 def _costs(request: "PlanRequest", card: "Gpu", adapters: "Sequence[Adapter]") -> "Costs":

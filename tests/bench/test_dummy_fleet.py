@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from multilora_cli.bench.arms import Arm, Program, only
 from multilora_cli.bench.dummy_fleet import tokenizer
 from multilora_cli.cli.app import app
-from multilora_cli.cli.plan import plan_request
+from multilora_cli.cli.plan_request import plan_request
 from multilora_cli.errors import BadInput
 from multilora_cli.fleet.load import load_fleet
 from multilora_cli.text.tokenizer import Tokenizer
