@@ -90,7 +90,8 @@ def examine(
 def _warnings(adapter: AdapterFile, base: BaseMatch, idle: tuple[str, ...]) -> Iterator[str]:
     if base.is_warning:
         yield base.text
-    if len(idle) == len(adapter.weights):
+    factors_alone = all("lora_A" in name or "lora_B" in name for name in adapter.tensors)
+    if factors_alone and len(idle) == len(adapter.weights):
         yield (
             "changes nothing: the product B A of every module is zero, so it answers as the base;"
             " an untrained adapter looks like this"

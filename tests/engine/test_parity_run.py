@@ -15,6 +15,7 @@ from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.parity_run import Parity, ParityCheck, Subject, waves_of
 from multilora_cli.sizing.geometry import read_geometry
 from tests.engine.conftest import TinyFleet
+from tests.engine.test_parity import SEVEN, perturb
 from tests.signature import peft_adapter, tiny_base
 
 PROMPTS = (list(range(40, 63)), [7, 9, 200], [3])
@@ -54,6 +55,25 @@ def test_rounding_is_not_a_fault(tiny: TinyFleet, dtype: str) -> None:
     subjects = subjects_of(tiny.base, [Path(ref.path) for ref in tiny.adapters])
     for parity in parities(tiny.base, subjects, dtype=dtype).values():
         assert parity.is_exact and parity.agreement.largest > 1e-5
+
+
+def test_every_kind_in_one_batch_is_exact(tmp_path: Path) -> None:
+    """A-CFG-11, A-CFG-12: DoRA and trained biases beside plain LoRA and the bare base."""
+    base = tiny_base(tmp_path / "base", attention_bias=True, mlp_bias=True)
+    hows: tuple[dict[str, Any], ...] = (
+        {"r": 8},
+        {"use_dora": True, "target_modules": SEVEN, "use_rslora": True},
+        {"bias": "all", "target_modules": ["q_proj", "down_proj"]},
+        {"use_dora": True, "bias": "lora_only", "r": 3},
+    )
+    folders = []
+    for index, how in enumerate(hows):
+        folders.append(peft_adapter(base, tmp_path / f"a{index}", seed=index, **how))
+        if "bias" in how:
+            perturb(folders[-1])
+    results = parities(base, subjects_of(base, folders))
+    for name, parity in results.items():
+        assert parity.is_exact and parity.effect > 0.02, (name, parity)
 
 
 @pytest.mark.parametrize("storage", ["fp8"])
