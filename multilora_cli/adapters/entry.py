@@ -8,6 +8,7 @@ from typing import Literal
 
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.survey import Surveyor
+from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 
 Pin = Literal["hot", "warm"]
@@ -118,6 +119,27 @@ class ServedBase:
         if not made_for or not self.model or _last_part(made_for) == _last_part(self.model):
             return ()
         return (f"made for {quoted(made_for)}, served on {quoted(self.model)}: shapes fit",)
+
+
+def already_there(previous: AdapterEntry) -> AdapterError:
+    """The refusal of other content under a name that is served."""
+    return AdapterError(
+        f"adapter {previous.name}: already registered from {previous.path} with other content",
+        reason="adapter_exists",
+        field="lora_name",
+        hint="unload it first, or load it in place",
+    )
+
+
+def check_generation(entry: AdapterEntry | None, expected: int | None) -> None:
+    """Raise AdapterError where a client expects another version than there is."""
+    found = entry.generation if entry is not None else 0
+    if expected is not None and found != expected:
+        raise AdapterError(
+            f"expected_generation: found {found}, expected {expected}: somebody else replaced it",
+            reason="generation",
+            field="expected_generation",
+        )
 
 
 def _last_part(model: str) -> str:

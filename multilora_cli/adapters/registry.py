@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from multilora_cli.adapters.digest import files_digest
+from multilora_cli.adapters.entries import Entries
 from multilora_cli.adapters.entry import (
     AdapterEntry,
     AdapterRequest,
@@ -21,6 +22,8 @@ from multilora_cli.adapters.entry import (
     Pin,
     Registered,
     ServedBase,
+    already_there,
+    check_generation,
 )
 from multilora_cli.adapters.keyed_locks import KeyedLocks
 from multilora_cli.adapters.source import is_remote, resolve_source
@@ -68,7 +71,7 @@ class Registry:
         self._store = store if isinstance(store, StoreOpener) else StoreOpener.of(store)
         self._releasable: set[str] = set()  # digests that lost a name
         self._promised: dict[int, str | None] = {}  # digests of candidates, by generation
-        self._entries: dict[str, AdapterEntry] = {}  # by lower-case name, in order of arrival
+        self._entries = Entries()
         self._lock = threading.Lock()
         self._reading = KeyedLocks()
         self._generation = 0
@@ -96,13 +99,18 @@ class Registry:
 
     def get(self, name: str) -> AdapterEntry | None:
         """The entry of exactly this name, failed or not."""
-        entry = self._entries.get(name.lower())
+        entry = self._entries.get(name)
         return entry if entry is not None and entry.name == name else None
 
     def entries(self) -> tuple[AdapterEntry, ...]:
         """All entries, failed ones included, in order of registration."""
         with self._lock:
-            return tuple(self._entries.values())
+            return self._entries.all()
+
+    def holds(self, digest: str) -> bool:
+        """Whether any name stands for this content."""
+        with self._lock:
+            return self._entries.holds(digest)
 
     def with_digest(self, name: str) -> AdapterEntry:
         """`resolve`, with the digest computed if it was not yet known: reads the files.
@@ -171,7 +179,7 @@ class Registry:
             ):
                 self._check_still(name, before)
             for entry in gone:
-                del self._entries[entry.name.lower()]
+                self._entries.remove(entry.name)
             return tuple(map(self._put, candidates))
 
     def discard(self, candidate: Candidate) -> None:
@@ -227,8 +235,8 @@ class Registry:
                     code="model_not_found",
                     param="lora_name",
                 )
-            _check_generation(entry, expected_generation)
-            del self._entries[name.lower()]
+            check_generation(entry, expected_generation)
+            self._entries.remove(name)
         return entry
 
     def retry(self, name: str) -> AdapterEntry:
@@ -251,23 +259,25 @@ class Registry:
             return
         now, down = time.time(), isinstance(error, AdapterUnavailable)
         with self._lock:
-            old = self._entries.get(request.name.lower())
+            old = self._entries.get(request.name)
             if old is not None and (old.state == "ready" or old.name != request.name):
                 return
             attempts = old.attempts + 1 if old is not None else 1
             pause = min(RETRY_S[0] * 2.0 ** min(attempts - 1, 16), RETRY_S[1])
             if old is None:
                 self._generation += 1
-            self._entries[request.name.lower()] = AdapterEntry(
-                request=request,
-                path="",
-                generation=old.generation if old is not None else self._generation,
-                registered_at=old.registered_at if old is not None else now,
-                state="failed",
-                detail=error.message,
-                failed_at=now,
-                attempts=attempts,
-                retry_at=time.monotonic() + pause if down else None,
+            self._entries.put(
+                AdapterEntry(
+                    request=request,
+                    path="",
+                    generation=old.generation if old is not None else self._generation,
+                    registered_at=old.registered_at if old is not None else now,
+                    state="failed",
+                    detail=error.message,
+                    failed_at=now,
+                    attempts=attempts,
+                    retry_at=time.monotonic() + pause if down else None,
+                )
             )
 
     def set_kept(self, name: str, pin: Pin | None, ttl: float | None) -> AdapterEntry | None:
@@ -303,7 +313,7 @@ class Registry:
             if digested and digest is None:
                 digest = files_digest(adapter.files)
             previous = self.get(request.name)
-            _check_generation(previous, expected_generation)
+            check_generation(previous, expected_generation)
             if previous is not None and previous.state == "ready":
                 digest = digest or files_digest(adapter.files)
                 moved = replacing and previous.path != str(adapter.folder)
@@ -311,7 +321,7 @@ class Registry:
                     same = self.get(request.name) or previous
                     return Candidate(replace(same, request=request), previous, "unchanged")
                 if not replacing:
-                    raise _exists(previous)
+                    raise already_there(previous)
             entry = self._version(request, adapter, digest)
         except AdapterError:
             self._unused(path)
@@ -371,7 +381,7 @@ class Registry:
     def _put(self, candidate: Candidate) -> Registered:
         """The caller holds the lock."""
         entry, outcome = candidate.entry, candidate.outcome
-        self._entries[entry.name.lower()] = entry
+        self._entries.put(entry)
         self._promised.pop(entry.generation, None)
         return Registered(entry, outcome, None if outcome == "unchanged" else candidate.previous)
 
@@ -409,16 +419,16 @@ class Registry:
     ) -> AdapterEntry | None:
         """Replace the entry if its name still stands for the same generation."""
         with self._lock:
-            current = self._entries.get(entry.name.lower())
+            current = self._entries.get(entry.name)
             if current is None or current.generation != entry.generation:
                 return None
             updated = change(current)
-            self._entries[entry.name.lower()] = updated
+            self._entries.put(updated)
             return updated
 
     def _check_still(self, name: str, before: AdapterEntry | None) -> None:
         """The name stands for what it did. The caller holds the lock."""
-        found = self._entries.get(name.lower())
+        found = self._entries.get(name)
         if (found.generation if found else 0) != (before.generation if before else 0):
             raise AdapterError(
                 f"adapter {name}: somebody else changed it meanwhile",
@@ -439,11 +449,11 @@ class Registry:
         with self._lock:
             if store is None or not self._reading.idle:
                 return
-            held = {entry.digest for entry in self._entries.values()}
-            held.update(self._promised.values())
-            for digest in self._releasable - held:
-                store.release(digest)
-            self._releasable &= set(self._promised.values())
+            promised = set(self._promised.values())
+            for digest in self._releasable - promised:
+                if not self._entries.holds(digest):
+                    store.release(digest)
+            self._releasable &= promised
 
     def _check_name(self, name: str) -> None:
         if not is_adapter_name(name):
@@ -461,7 +471,7 @@ class Registry:
             )
 
     def _check_free(self, name: str) -> None:
-        twin = self._entries.get(name.lower())
+        twin = self._entries.get(name)
         if twin is not None and twin.name != name:
             raise AdapterError(
                 f"adapter name {name}: differs only by case from {twin.name}",
@@ -478,22 +488,3 @@ class Registry:
         finally:
             if self._releasable:
                 self._release_unused()
-
-
-def _exists(previous: AdapterEntry) -> AdapterError:
-    return AdapterError(
-        f"adapter {previous.name}: already registered from {previous.path} with other content",
-        reason="adapter_exists",
-        field="lora_name",
-        hint="unload it first, or load it in place",
-    )
-
-
-def _check_generation(entry: AdapterEntry | None, expected: int | None) -> None:
-    found = entry.generation if entry is not None else 0
-    if expected is not None and found != expected:
-        raise AdapterError(
-            f"expected_generation: found {found}, expected {expected}: somebody else replaced it",
-            reason="generation",
-            field="expected_generation",
-        )

@@ -80,7 +80,7 @@ def prepare(
     registry = _registry(loaded, folder, geometry, roots, _store(loaded, requests))
     failures = _register(registry, requests, report)
     digest = base_digest(folder, loaded.fleet.base.load_format)
-    engine = engine_config(loaded, folder, len(requests), digest)
+    engine = engine_config(loaded, folder, len(requests) + loaded.fleet.num_unlisted, digest)
     if debug:
         engine = msgspec.structs.replace(engine, debug=True)
     return Startup(

@@ -264,6 +264,12 @@ class Fleet(_Part):
             )
         return self
 
+    @property
+    def num_unlisted(self) -> int:
+        """How many adapters its name patterns may add to those that are listed."""
+        by_pattern = any(isinstance(entry, AdapterPattern) for entry in self.adapters)
+        return self.limits.max_resolved if by_pattern else 0
+
     def named_adapters(self) -> Iterator[tuple[int, Adapter]]:
         """The entries that name one adapter, with their index in the file."""
         return ((i, entry) for i, entry in enumerate(self.adapters) if isinstance(entry, Adapter))

@@ -105,8 +105,8 @@ class Adapters:
         async with self.lock(name):
             gone = self._unregister(name, body.expected_generation)
             self.forgotten(name)
-            freed = await self.free(gone.digest)
             await self.changes.note(name, None)
+            freed = await self.free(gone.digest)
         return f"Success: LoRA adapter '{name}' removed successfully.", freed
 
     def lock(self, name: str) -> asyncio.Lock:
@@ -121,7 +121,7 @@ class Adapters:
 
     async def free(self, digest: str | None) -> Reply | None:
         """Evict a digest that no name has any more, here and on disk; what the engine freed."""
-        if digest is None or digest in self.digests():
+        if digest is None or self.registry.holds(digest):
             return None
         try:
             reply = await self.client.forget(digest, _DRAIN_WAIT_S)
@@ -133,7 +133,7 @@ class Adapters:
 
     async def _free_later(self, digest: str) -> None:
         """Its folder is not read any more once the requests that hold it have ended."""
-        while digest not in self.digests():
+        while not self.registry.holds(digest):
             try:
                 await self.client.forget(digest, self.config.limits.request_s)
             except RequestError:
@@ -178,9 +178,9 @@ class Adapters:
             self.registry.discard(candidate)
             raise _refused(error) from None
         self.names.touch(name)
+        await self.changes.note(name, done.entry)
         if done.previous is not None and done.previous.digest != done.entry.digest:
             await self.free(done.previous.digest)
-        await self.changes.note(name, done.entry)
         if kept is not None and kept != pin:  # what was pinned stays pinned
             await self._make_warm(done.entry, kept)
 

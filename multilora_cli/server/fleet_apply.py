@@ -120,9 +120,9 @@ class FleetApply:
                 left.append(before.digest)
             elif before is not None and before.pin and not now.pin:
                 adapters.background(adapters.unpin(now))
+        await adapters.changes.save()
         await asyncio.gather(*map(adapters.free, left))
         adapters.background(adapters.pin([r.entry for r in done if r.entry.pin is not None]))
-        await adapters.changes.save()
 
     async def _read(self, plan: _Plan) -> list[Candidate]:
         """Everything new, read; where it replaces what is served, by the engine too."""

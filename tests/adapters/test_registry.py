@@ -282,6 +282,7 @@ def test_twenty_parallel_loads_of_one_name(registry: Registry, tmp_path: Path) -
     assert outcomes == ["added"] + ["unchanged"] * 19
     assert [entry.generation for entry in registry.entries()] == [1]
     assert registry._reading.idle
+    registry._entries.check_integrity()
 
 
 def test_parallel_loads_of_two_versions(registry: Registry, tmp_path: Path) -> None:
@@ -330,6 +331,7 @@ def test_load_and_unload_race(registry: Registry, tmp_path: Path) -> None:
         list(pool.map(work, range(200)))
     generations = [entry.generation for entry in registry.entries()]
     assert len(set(generations)) == len(generations) and registry._reading.idle
+    registry._entries.check_integrity()
 
 
 def test_a_cfg_20_and_f38_another_base_is_noted(base: Path, tmp_path: Path) -> None:

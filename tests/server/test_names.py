@@ -203,6 +203,27 @@ def test_broken_and_denied_ones_are_unavailable(tmp_path: Path, origin: FaultOri
     asyncio.run(run())
 
 
+def test_the_hub_without_a_token(
+    tmp_path: Path, origin: FaultOrigin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers 401 for a repository that is not there, and says so in a header: 404 here."""
+    monkeypatch.setenv("HF_ENDPOINT", origin.url)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    origin.put_repository("acme-ai/legal", tmp_path / "origin" / "legal")
+    origin.always["nobody"] = faults.status(401, x_error_code="RepoNotFound")
+    origin.always["secret"] = faults.status(401, x_error_code="GatedRepo")
+    pattern = NamePattern("{org}/{name}", "hf://{org}-ai/{name}")
+
+    async def run() -> None:
+        async with in_process(tmp_path, pattern) as app:
+            assert (await ask(app, "acme/legal"))[0] == 200
+            assert await ask(app, "acme/nobody") == (404, "model_not_found")
+            assert await ask(app, "acme/secret") == (503, "adapter_unavailable")
+            assert await ask(app, "acme/a..b") == (404, "model_not_found")
+
+    asyncio.run(run())
+
+
 def test_folders_and_links(tmp_path: Path) -> None:
     """A-SEC-01: a local pattern, and a link in it that leads elsewhere."""
     write_adapter(tmp_path / "tenants" / "acme" / "legal", seed=1)

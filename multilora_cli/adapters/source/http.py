@@ -227,6 +227,8 @@ class HttpClient:
             asked = f", asks to wait {after:.0f} s" if after else ""
             raise TransientError(f"HTTP {status}{asked}", retry_after_s=after)
         words, hint = self._explain(status)
+        if response.headers.get("x-error-code") == "RepoNotFound":  # the Hub's 401 without a token
+            raise MissingError(f"HTTP {status}{words}", hint=hint or None)
         raise RefusedError(f"HTTP {status}{words}", hint=hint or None)
 
     @contextmanager

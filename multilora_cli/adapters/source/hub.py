@@ -98,7 +98,9 @@ class _Repository:
         url = f"{self._endpoint}/api/models/{self._name}/revision/{quote(self._asked, safe='')}"
         try:
             answer = self._client.json("GET", f"{url}?expand=sha", max_bytes=_ANSWER_BYTES_MAX)
-        except MissingError:
+        except MissingError as error:
+            if error.hint:
+                raise  # says which credential may be lacking
             raise MissingError(
                 f"HTTP 404: no repository {self._name} with a revision {self._asked}"
             ) from None

@@ -1,0 +1,53 @@
+"""The entries of a registry by name, and which of them share a content."""
+
+from multilora_cli.adapters.entry import AdapterEntry
+
+
+class Entries:
+    """One entry a name, whatever its case, in order of arrival. The registry's lock guards it."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, AdapterEntry] = {}
+        self._by_digest: dict[str, dict[str, None]] = {}  # names, the oldest first
+
+    def get(self, name: str) -> AdapterEntry | None:
+        """The entry of this name or of its twin in another case."""
+        return self._by_name.get(name.lower())
+
+    def all(self) -> tuple[AdapterEntry, ...]:
+        """Every entry."""
+        return tuple(self._by_name.values())
+
+    def holds(self, digest: str) -> bool:
+        """Whether any name stands for this content."""
+        return digest in self._by_digest
+
+    def put(self, entry: AdapterEntry) -> None:
+        """Let the name stand for `entry`, in the place it had."""
+        key = entry.name.lower()
+        self._forget_digest(key)
+        self._by_name[key] = entry
+        if entry.digest is not None:
+            self._by_digest.setdefault(entry.digest, {})[key] = None
+
+    def remove(self, name: str) -> None:
+        """Forget a name that is there."""
+        self._forget_digest(name.lower())
+        del self._by_name[name.lower()]
+
+    def check_integrity(self) -> None:
+        """Both views agree. Raises ValueError."""
+        found: dict[str, set[str]] = {}
+        for key, entry in self._by_name.items():
+            if entry.digest is not None:
+                found.setdefault(entry.digest, set()).add(key)
+        if found != {digest: set(keys) for digest, keys in self._by_digest.items()}:
+            raise ValueError("the names by digest are not those of the entries")
+
+    def _forget_digest(self, key: str) -> None:
+        old = self._by_name.get(key)
+        if old is not None and old.digest is not None:
+            keys = self._by_digest[old.digest]
+            del keys[key]
+            if not keys:
+                del self._by_digest[old.digest]
