@@ -55,7 +55,8 @@ class LoraChoice:
     shrink_warps: int
     shrink_stages: int
     dot_k: int  # decode, where rows share an adapter: K that one matrix multiply takes
-    block_n: int  # columns that one rank tile of an expand program covers
+    row_splits: int  # decode, likewise: programs that a program's share of K is cut into once more
+    block_n: int  # columns of an expand program where it reads four rank tiles side by side
     n_steps: int  # prefill: blocks of columns that one expand program walks
     rows_n: int  # columns of a decode expand program where rows share an adapter
     expand_warps: int
@@ -78,6 +79,11 @@ class LoraChoice:
         """Programs that share one rank tile's K."""
         return -(-d_in // self.span)
 
+    def columns(self, group: GroupShape, num_tiles: int) -> int:
+        """Columns of a decode expand program for a row of `num_tiles` rank tiles, in one chunk."""
+        side = SIDE_BY_SIDE if num_tiles > 2 else max(1, num_tiles)
+        return min(self.block_n * SIDE_BY_SIDE // side, group.chunk)
+
 
 Choose = Callable[[GroupShape, int, Chip], LoraChoice]
 
@@ -94,7 +100,7 @@ def choose(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         order = table.get(f"{group.key} decode", {})
         neutral = table.get(f"{group.key} decode {decode_bucket(num_tokens)}", {})
         wanted = {**neutral, **{name: order[name] for name in _ORDER_FIELDS if name in order}}
-        choice = _decode(chip)
+        choice = _decode(num_tokens, chip)
     else:
         wanted = table.get(f"{group.key} prefill {prefill_bucket(num_tokens)}", {})
         choice = _prefill(group, num_tokens, chip)
@@ -117,11 +123,13 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
     k_steps = max(1, min(choice.k_steps, group.chunk // block_k, _power(group.d_in) // block_k))
     block_n = max(16, min(choice.block_n, group.chunk, _power(max(group.d_outs))))
     widest = _power(max(group.d_outs))
+    row_splits = max(1, min(choice.row_splits, block_k * k_steps // 16))
     return replace(
         choice,
         block_k=block_k,
         k_steps=k_steps,
-        dot_k=min(choice.dot_k, block_k * k_steps),
+        dot_k=min(choice.dot_k, block_k * k_steps // row_splits),
+        row_splits=row_splits,
         block_n=block_n,
         n_steps=max(1, min(choice.n_steps, group.chunk // block_n, widest // block_n)),
         rows_n=max(16, min(choice.rows_n, group.chunk, widest)),
@@ -137,21 +145,27 @@ def prefill_bucket(num_tokens: int) -> int:
     return 2048 if num_tokens <= 4096 else 8192
 
 
-def _decode(chip: Chip) -> LoraChoice:
-    """16 x 1024 of A and 4 x 128 x 16 of B per program: 32 and 16 KiB of loads in flight."""
+def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
+    """16 x 1024 of A and 16 or 32 KiB of B per program in flight.
+
+    Registers are capped for the sake of rows alone on their adapter: the paths for shared rows take
+    130 to 168 if left to themselves, room for three programs a multiprocessor instead of six.
+    """
+    few = num_tokens <= DECODE_BUCKETS[0]
     return LoraChoice(
         block_m=DECODE_ROWS,
         block_k=1024,
         k_steps=1,
         shrink_warps=4,
-        shrink_stages=1,
-        dot_k=256,
-        block_n=128,
+        shrink_stages=3,
+        dot_k=128,
+        row_splits=4,
+        block_n=128 if few else 256,
         n_steps=1,
         rows_n=128,
         expand_warps=4,
-        shrink_registers=None,
-        expand_registers=None,
+        shrink_registers=80,
+        expand_registers=128,
         programs_per_sm=16,
         pdl=chip.has_pdl,
     )
@@ -170,6 +184,7 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_warps=4,
         shrink_stages=3,
         dot_k=0,
+        row_splits=1,
         block_n=128,
         n_steps=4,
         rows_n=128,

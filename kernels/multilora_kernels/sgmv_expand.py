@@ -4,10 +4,11 @@
     weights flat pool, dtype of y; B in tiles of [chunk][16 or 8 ranks] (see `layout`)
     y       [T, sum of d_out] bf16 | fp16 | fp32, written in place
 
-Decode: every program reads four pieces of BLOCK_N x 16 of B side by side, whatever the rank: four
-column blocks of one rank tile, two blocks of two tiles, or one block of four tiles (and then four
-more, for ranks above 64). Programs of one launch thus do equal work in a batch of mixed ranks, with
-one tile shape and no branch per rank class. Prefill: one program per 64 rows and BLOCK_N columns.
+Decode: a program reads four times BLOCK_N x 16 of B, whatever the rank: that many columns of one
+rank tile, half of them of two tiles, or a quarter of four tiles (and then of four more, for ranks
+above 64). Programs of one launch thus do equal work in a batch of mixed ranks, each by a short path
+of its own; one path for all ranks took 168 registers, three programs a multiprocessor.
+Prefill: one program per 64 rows and BLOCK_N columns.
 """
 
 import torch
@@ -35,158 +36,103 @@ def _load_task(task, Y_UNIT: tl.constexpr):
 
 
 @triton.jit
-def _load_pieces(
-    task_ptr, offsets_ptr, n_start, d_out, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Table entries of a task's four pieces of B (-1: none), and log2 of the tiles side by side."""
-    shift = tl.load(task_ptr + 12)
-    e0 = _load_entry(tl.load(task_ptr + 8), offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-    n = n_start + (1 >> shift) * BLOCK_N
-    e1 = _load_entry(tl.load(task_ptr + 9), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
-    n = n_start + (2 >> shift) * BLOCK_N
-    e2 = _load_entry(tl.load(task_ptr + 10), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
-    n = n_start + (3 >> shift) * BLOCK_N
-    e3 = _load_entry(tl.load(task_ptr + 11), offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
-    return e0, e1, e2, e3, shift
+def _load_entries(task_ptr, b_offsets_ptr, n_start, CELL: tl.constexpr, CHUNK: tl.constexpr):
+    """Table entries of a task's first four rank tiles of B; -1: none."""
+    entries = b_offsets_ptr + n_start // CHUNK
+    c0, c1 = tl.load(task_ptr + 8), tl.load(task_ptr + 9)
+    c2, c3 = tl.load(task_ptr + 10), tl.load(task_ptr + 11)
+    e0 = tl.load(entries + c0 * CELL, mask=c0 >= 0, other=-1)
+    e1 = tl.load(entries + c1 * CELL, mask=c1 >= 0, other=-1)
+    e2 = tl.load(entries + c2 * CELL, mask=c2 >= 0, other=-1)
+    e3 = tl.load(entries + c3 * CELL, mask=c3 >= 0, other=-1)
+    return e0, e1, e2, e3
 
 
 @triton.jit
-def _load_entry(
-    cell, offsets_ptr, n, d_out, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Table entry of the block of B that holds column n; -1 where there is none."""
-    is_block = (cell >= 0) & (n < d_out)
-    return tl.load(offsets_ptr + cell * CELL + A_CHUNKS + n // CHUNK, mask=is_block, other=-1)
+def _more(cells_ptr, i: tl.constexpr, left, entries_ptr, CELL: tl.constexpr):
+    """Table entry of the i-th of the tiles that begin at `cells_ptr`, of which `left` exist."""
+    cell = tl.load(cells_ptr + i * 4, mask=i < left, other=-1)
+    return tl.load(entries_ptr + cell * CELL, mask=cell >= 0, other=-1)
 
 
 @triton.jit
-def _expand_tile(
-    planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, entry, n_start, d_out, plane,
-    next_task_ptr, offsets_ptr, next_n_start, next_d_out, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr,
+def _tile_h(planes_ptr, plane, entry, SPLIT_K: tl.constexpr):
+    """A x of one row and rank tile, [16]: the partial sums of decode.
+
+    Four planes at a time: more in one load, and the compiler sends B through shared memory to meet
+    their layout (60 barriers instead of 4).
+    """
+    s = tl.arange(0, 4)
+    k = tl.arange(0, 16)
+    h_ptrs = planes_ptr + plane.to(tl.int64) * (SPLIT_K * 16) + s[:, None] * 16 + k[None, :]
+    h = tl.zeros([4, 16], dtype=tl.float32)
+    for i in tl.static_range(0, SPLIT_K, 4):
+        h_mask = (s < SPLIT_K - i)[:, None] & (entry >= 0)
+        h += tl.load(h_ptrs + i * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
+    return tl.sum(h, axis=0)
+
+
+@triton.jit
+def _times(b, h):
+    """B h of one row: [columns]."""
+    return tl.sum(b.to(tl.float32) * h[None, :], axis=1)
+
+
+@triton.jit
+def _expand_row(
+    planes_ptr, weights_ptr, y_ptr, stride_ym, tiles_ptr, row_ptr, first, num_tiles, e0, e1, e2,
+    e3, n_start, d_out, plane, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, SPLIT_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row, one rank tile, 4 * BLOCK_N columns by multiply and sum.
+    """One row by multiply and sum, TILES (1, 2 or 4) rank tiles at a time.
 
     Returns the next task's table entries, loaded in the shadow of this one's weights.
     """
     token = tl.load(row_ptr).to(tl.int64)
-    n = n_start + tl.arange(0, 4 * BLOCK_N)
+    n = n_start + tl.arange(0, COLUMNS)
     n_mask = n < d_out
     y_ptrs = y_ptr + token * stride_ym + n
     prior = tl.load(y_ptrs, mask=n_mask, other=0)
-    k = tl.arange(0, 16)
-    s = tl.arange(0, SPLITS)
-    b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+    b0 = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
+    if TILES > 1:
+        b1 = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
+    if TILES > 2:
+        b2 = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
+        b3 = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    h_ptrs = planes_ptr + plane.to(tl.int64) * (SPLIT_K * 16) + s[:, None] * 16 + k[None, :]
-    h_mask = (s < SPLIT_K)[:, None] & (entry >= 0)
-    h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-    e0, e1, e2, e3, shift = _load_pieces(
-        next_task_ptr, offsets_ptr, next_n_start, next_d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
-    )
-    delta = tl.sum(b.to(tl.float32) * tl.sum(h, axis=0)[None, :], axis=1)
-    tl.store(y_ptrs, (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=n_mask)
-    return e0, e1, e2, e3, shift
-
-
-@triton.jit
-def _piece_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
-    """The four pieces of B, [4, BLOCK_N, 16]."""
-    k = tl.arange(0, 16)
-    width = 16 - (entry & 1).to(tl.int32) * 8
-    element = (entry & -16)[:, None] + (n % CHUNK) * width[:, None]
-    element = tl.multiple_of(element, [8, 8])
-    b_mask = ((entry >= 0)[:, None] & n_mask)[:, :, None]
-    b_mask = b_mask & (k[None, None, :] < width[:, None, None])
-    return tl.load(weights_ptr + element[:, :, None] + k[None, None, :], mask=b_mask, other=0)
-
-
-@triton.jit
-def _piece_h(planes_ptr, plane, entry, SPLIT_K: tl.constexpr, SPLITS: tl.constexpr):
-    """Partial sums of the four pieces' tiles, [4, SPLITS, 16]."""
-    s = tl.arange(0, SPLITS)
-    k = tl.arange(0, 16)
-    plane_row = plane.to(tl.int64) * SPLIT_K
-    h_ptrs = planes_ptr + (plane_row[:, None, None] + s[None, :, None]) * 16 + k[None, None, :]
-    h_mask = (entry >= 0)[:, None, None] & (s < SPLIT_K)[None, :, None]
-    return tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _side_by_side(e0, e1, e2, e3):
-    """Four scalars as a tensor of the pieces."""
-    piece = tl.arange(0, 4)
-    return tl.where(piece < 2, tl.where(piece == 0, e0, e1), tl.where(piece == 2, e2, e3))
-
-
-@triton.jit
-def _expand_pieces(
-    planes_ptr, weights_ptr, y_ptr, stride_ym, offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
-    e0, e1, e2, e3, shift, n_start, d_out, plane, next_task_ptr, next_n_start, next_d_out,
-    CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row, several rank tiles: four pieces side by side; returns as `_expand_tile`."""
-    side = 1 << shift
-    piece = tl.arange(0, 4)
-    tile = piece & (side - 1)
-    n = (n_start + (piece >> shift) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
-    n_mask = n < d_out
-    # One of the pieces that share columns stores their sum.
-    is_stored = n_mask & (tile == 0)[:, None]
-    token = tl.load(row_ptr).to(tl.int64)
-    y_ptrs = y_ptr + token * stride_ym + n
-    prior = tl.load(y_ptrs, mask=is_stored, other=0)
-    entry = _side_by_side(e0, e1, e2, e3)
-    b = _piece_b(weights_ptr, entry, n, n_mask, CHUNK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    h = _piece_h(planes_ptr, plane + tile, entry, SPLIT_K, SPLITS)
-    n0, n1, n2, n3, next_shift = _load_pieces(
-        next_task_ptr, offsets_ptr, next_n_start, next_d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
-    )
-    acc = tl.sum(b.to(tl.float32) * tl.sum(h, axis=1)[:, None, :], axis=2)
-    for t in range(side, num_tiles, side):  # more than four tiles: all pieces share columns
-        cells = tiles_ptr + (first + t) * 4
-        left = num_tiles - t
-        e0 = _more(cells, 0, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-        e1 = _more(cells, 1, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-        e2 = _more(cells, 2, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-        e3 = _more(cells, 3, left, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
-        entry = _side_by_side(e0, e1, e2, e3)
-        b = _piece_b(weights_ptr, entry, n, n_mask, CHUNK)
-        h = _piece_h(planes_ptr, plane + t + tile, entry, SPLIT_K, SPLITS)
-        acc += tl.sum(b.to(tl.float32) * tl.sum(h, axis=1)[:, None, :], axis=2)
-    pairs = tl.reshape(acc, [2, 2, BLOCK_N])
-    two = tl.sum(pairs, axis=1)
-    four = tl.sum(two, axis=0)
-    twos = tl.broadcast_to(two[:, None, :], [2, 2, BLOCK_N])
-    fours = tl.broadcast_to(four[None, None, :], [2, 2, BLOCK_N])
-    merged = tl.where(shift == 0, pairs, tl.where(shift == 1, twos, fours))
-    delta = tl.reshape(merged, [4, BLOCK_N])
-    tl.store(y_ptrs, (prior.to(tl.float32) + delta).to(y_ptr.dtype.element_ty), mask=is_stored)
-    return n0, n1, n2, n3, next_shift
-
-
-@triton.jit
-def _more(
-    cells_ptr, i: tl.constexpr, left, offsets_ptr, n, d_out, CELL: tl.constexpr,
-    CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Table entry of the i-th of the tiles that begin at `cells_ptr`, of which `left` exist."""
-    cell = tl.load(cells_ptr + i * 4, mask=i < left, other=-1)
-    return _load_entry(cell, offsets_ptr, n, d_out, CELL, CHUNK, A_CHUNKS)
+    n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
+    acc = _times(b0, _tile_h(planes_ptr, plane, e0, SPLIT_K))
+    if TILES > 1:
+        acc += _times(b1, _tile_h(planes_ptr, plane + 1, e1, SPLIT_K))
+    if TILES > 2:
+        acc += _times(b2, _tile_h(planes_ptr, plane + 2, e2, SPLIT_K))
+        acc += _times(b3, _tile_h(planes_ptr, plane + 3, e3, SPLIT_K))
+        entries = b_offsets_ptr + n_start // CHUNK
+        for t in range(4, num_tiles, 4):
+            cells = tiles_ptr + (first + t) * 4
+            left = num_tiles - t
+            e0, e1 = _more(cells, 0, left, entries, CELL), _more(cells, 1, left, entries, CELL)
+            e2, e3 = _more(cells, 2, left, entries, CELL), _more(cells, 3, left, entries, CELL)
+            b0 = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
+            b1 = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
+            b2 = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
+            b3 = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
+            acc += _times(b0, _tile_h(planes_ptr, plane + t, e0, SPLIT_K))
+            acc += _times(b1, _tile_h(planes_ptr, plane + t + 1, e1, SPLIT_K))
+            acc += _times(b2, _tile_h(planes_ptr, plane + t + 2, e2, SPLIT_K))
+            acc += _times(b3, _tile_h(planes_ptr, plane + t + 3, e3, SPLIT_K))
+    tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=n_mask)
+    return n0, n1, n2, n3
 
 
 @triton.jit
 def _expand_rows(
-    planes_ptr, weights_ptr, y_ptr, stride_ym, offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
+    planes_ptr, weights_ptr, y_ptr, stride_ym, b_offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
     entry, n_start, d_out, plane, num_rows, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles."""
     m = tl.arange(0, BLOCK_M)
@@ -200,14 +146,14 @@ def _expand_rows(
     b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    h = _row_h(planes_ptr, plane, num_rows, entry, BLOCK_M, SPLIT_K, COMPUTE)
+    h = _row_h(planes_ptr, plane, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, COMPUTE)
     acc = tl.dot(h, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
     for t in range(1, num_tiles):
-        cells = tiles_ptr + (first + t) * 4
-        entry = _more(cells, 0, 1, offsets_ptr, n_start, d_out, CELL, CHUNK, A_CHUNKS)
+        cells = tiles_ptr + (first + t * ROW_SPLITS) * 4
+        entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
         b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
-        at = plane + t * num_rows
-        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, COMPUTE)
+        at = plane + t * ROW_SPLITS * num_rows
+        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, COMPUTE)
         acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
 
@@ -215,7 +161,7 @@ def _expand_rows(
 @triton.jit
 def _row_h(
     planes_ptr, plane, num_rows, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of decode, in order."""
     m = tl.arange(0, BLOCK_M)
@@ -224,8 +170,11 @@ def _row_h(
     h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
     h_mask = (m < num_rows)[:, None] & (entry >= 0)
     h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-    for i in tl.static_range(SPLIT_K):
-        h += tl.load(h_ptrs + i * 16, mask=h_mask, other=0.0, cache_modifier=".cg")
+    # One dynamic loop: all loads at once would take 70 registers from the other paths.
+    for i in range(SPLIT_K):
+        for part in tl.static_range(ROW_SPLITS):
+            h_part = h_ptrs + part * num_rows * (SPLIT_K * 16) + i * 16
+            h += tl.load(h_part, mask=h_mask, other=0.0, cache_modifier=".cg")
     return h.to(COMPUTE)
 
 
@@ -245,19 +194,20 @@ def expand_decode_kernel(
     planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
     layer_start, stride_ym, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    SPLITS: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    # Equal work for every rank, and no task leaves its chunk.
+    WIDE: tl.constexpr = 4 * BLOCK_N if 4 * BLOCK_N < CHUNK else CHUNK
+    HALF: tl.constexpr = 2 * BLOCK_N if 2 * BLOCK_N < CHUNK else CHUNK
     task = tl.program_id(0)
     stride = tl.num_programs(0)
-    offsets = offsets_ptr + layer_start
+    b_offsets = offsets_ptr + layer_start + A_CHUNKS
     # As in the shrink: records and table entries are loaded one task ahead.
     first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
         tasks_ptr + task * 16, Y_UNIT
     )
-    e0, e1, e2, e3, shift = _load_pieces(
-        tasks_ptr + task * 16, offsets, n_start, d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
-    )
+    e0, e1, e2, e3 = _load_entries(tasks_ptr + task * 16, b_offsets, n_start, CELL, CHUNK)
     total = tl.load(counts_ptr + 1)
     while task < total:
         y_start = y_ptr + y_column
@@ -267,31 +217,34 @@ def expand_decode_kernel(
             following, Y_UNIT
         )
         if num_rows > 1:
-            f0, f1, f2, f3, f_shift = _load_pieces(
-                following, offsets, f_n, f_d_out, CELL, CHUNK, A_CHUNKS, BLOCK_N
-            )
+            f0, f1, f2, f3 = _load_entries(following, b_offsets, f_n, CELL, CHUNK)
             _expand_rows(
-                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, row_ptr,
+                planes_ptr, weights_ptr, y_start, stride_ym, b_offsets, tiles_ptr, row_ptr,
                 first, num_tiles, e0, n_start, d_out, plane, num_rows,
-                CELL, CHUNK, A_CHUNKS, BLOCK_M, ROWS_N, SPLIT_K, PDL, COMPUTE, PRECISION,
+                CELL, CHUNK, BLOCK_M, ROWS_N, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
-        elif (num_tiles == 1) & (4 * BLOCK_N <= CHUNK):
-            f0, f1, f2, f3, f_shift = _expand_tile(
-                planes_ptr, weights_ptr, y_start, stride_ym, row_ptr, e0, n_start, d_out, plane,
-                following, offsets, f_n, f_d_out,
-                CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
+        elif num_tiles == 1:
+            f0, f1, f2, f3 = _expand_row(
+                planes_ptr, weights_ptr, y_start, stride_ym, tiles_ptr, row_ptr, first, num_tiles,
+                e0, e1, e2, e3, n_start, d_out, plane, following, b_offsets, f_n,
+                CELL, CHUNK, 1, WIDE, SPLIT_K, PDL,
+            )  # fmt: skip
+        elif num_tiles == 2:
+            f0, f1, f2, f3 = _expand_row(
+                planes_ptr, weights_ptr, y_start, stride_ym, tiles_ptr, row_ptr, first, num_tiles,
+                e0, e1, e2, e3, n_start, d_out, plane, following, b_offsets, f_n,
+                CELL, CHUNK, 2, HALF, SPLIT_K, PDL,
             )  # fmt: skip
         else:
-            f0, f1, f2, f3, f_shift = _expand_pieces(
-                planes_ptr, weights_ptr, y_start, stride_ym, offsets, tiles_ptr, row_ptr,
-                first, num_tiles, e0, e1, e2, e3, shift, n_start, d_out, plane,
-                following, f_n, f_d_out,
-                CELL, CHUNK, A_CHUNKS, BLOCK_N, SPLIT_K, SPLITS, PDL,
+            f0, f1, f2, f3 = _expand_row(
+                planes_ptr, weights_ptr, y_start, stride_ym, tiles_ptr, row_ptr, first, num_tiles,
+                e0, e1, e2, e3, n_start, d_out, plane, following, b_offsets, f_n,
+                CELL, CHUNK, 4, BLOCK_N, SPLIT_K, PDL,
             )  # fmt: skip
         task += stride
         first, num_tiles, n_start, y_column = f_first, f_tiles, f_n, f_column
         start, num_rows, plane, d_out = f_start, f_rows, f_plane, f_d_out
-        e0, e1, e2, e3, shift = f0, f1, f2, f3, f_shift
+        e0, e1, e2, e3 = f0, f1, f2, f3
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -304,34 +257,44 @@ def expand_prefill_kernel(
     first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
         tasks_ptr + tl.program_id(0) * 16, Y_UNIT
     )
-    offsets = offsets_ptr + layer_start
+    # All columns of a task lie in one chunk.
+    entries = offsets_ptr + layer_start + A_CHUNKS + n_start // CHUNK
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
     token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
     y_rows = y_ptr + token * stride_ym + y_column
     cells = tiles_ptr + first * 4
+    entry_first = _more(cells, 0, 1, entries, CELL)
+    n = n_start + tl.arange(0, BLOCK_N)
+    # y and B of the next step are on their way while this one is multiplied and stored.
+    prior = tl.load(
+        y_rows[:, None] + n[None, :], mask=m_mask[:, None] & (n < d_out)[None, :], other=0
+    )
+    b = _load_b(weights_ptr, entry_first, n, n < d_out, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     # The first tile's sums serve all steps; with rank 16 or less there is no other.
     h_first = _sum_planes(planes_ptr, plane, num_rows, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
-    for step in range(N_STEPS):
-        n_block = n_start + step * BLOCK_N
-        n = n_block + tl.arange(0, BLOCK_N)
+    for _ in range(N_STEPS):
         n_mask = n < d_out
-        y_ptrs = y_rows[:, None] + n[None, :]
-        y_mask = m_mask[:, None] & n_mask[None, :]
-        prior = tl.load(y_ptrs, mask=y_mask, other=0)
-        entry = _more(cells, 0, 1, offsets, n_block, d_out, CELL, CHUNK, A_CHUNKS)
-        b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+        next_n = n + BLOCK_N
+        next_mask = next_n < tl.minimum(d_out, n_start + N_STEPS * BLOCK_N)
+        next_prior = tl.load(
+            y_rows[:, None] + next_n[None, :], mask=m_mask[:, None] & next_mask[None, :], other=0
+        )
+        next_b = _load_b(weights_ptr, entry_first, next_n, next_mask, CHUNK)
         acc = tl.dot(h_first, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
         for t in range(1, num_tiles):
-            entry = _more(cells + t * 4, 0, 1, offsets, n_block, d_out, CELL, CHUNK, A_CHUNKS)
-            b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+            entry = _more(cells + t * 4, 0, 1, entries, CELL)
+            more_b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
             h = _sum_planes(
                 planes_ptr, plane + t * num_rows, num_rows, plane_rows, BLOCK_M, SPLIT_K, COMPUTE
             )
-            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-        tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+            acc = tl.dot(h, tl.trans(more_b.to(COMPUTE)), acc, input_precision=PRECISION)
+        y_ptrs = y_rows[:, None] + n[None, :]
+        summed = (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptrs, summed, mask=m_mask[:, None] & n_mask[None, :])
+        n, prior, b = next_n, next_prior, next_b
 
 
 @triton.jit
@@ -384,7 +347,7 @@ def sgmv_expand(
     if choice.is_decode:
         expand_decode_kernel[(lists.decode_grid(group.num_tasks, choice),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
-            layer_start, y.stride(0), ROWS_N=choice.rows_n, SPLITS=triton.next_power_of_2(splits),
+            layer_start, y.stride(0), ROWS_N=choice.rows_n, ROW_SPLITS=choice.row_splits,
             **constants,
         )  # fmt: skip
     else:

@@ -8,9 +8,10 @@ A plane row is one row of one rank tile; each of `splits` programs reduces its o
 writes its own plane, so there is nothing to clear and nothing is added atomically. `sgmv_expand`
 adds the planes in order. Ranks beyond a tile's width come out as zero.
 
-Decode: one program per rank tile and span, by a vector path for segments of one row and by 16-row
-matrix tiles for shared ones. Prefill: one program per 64 rows and span, for up to four rank tiles
-of any modules of the group, so x is read once.
+Decode: one program per rank tile and span, by a vector path for segments of one row. Rows that
+share an adapter go through 16-row matrix tiles, of which there are few: ROW_SPLITS programs to a
+span. Prefill: one program per 64 rows and span, for up to four rank tiles of any modules of the
+group, so x is read once.
 """
 
 import torch
@@ -35,7 +36,7 @@ def _tile_offsets(entry, chunk, d_in, CHUNK: tl.constexpr, ALIGNED: tl.constexpr
 
 @triton.jit
 def _load_tile(tiles_ptr, index):
-    """(cell, first row, rows, first plane row) of one rank tile."""
+    """(cell, first row, rows and part of the share of K, first plane row) of one rank tile."""
     tile = tiles_ptr + index * 4
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
@@ -85,7 +86,7 @@ def _shrink_rows(
     token = tl.load(row_ptr + m, mask=m_mask, other=0).to(tl.int64)
     x_rows = x_ptr + token * stride_xm + k_start
     acc = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-    for k0 in tl.static_range(0, SPAN, DOT_K):
+    for k0 in range(0, SPAN, DOT_K):
         k = k0 + tl.arange(0, DOT_K)
         k_mask = (k < d_in - k_start)[None, :]
         a_mask = (r < width)[:, None] & k_mask
@@ -101,8 +102,8 @@ def shrink_decode_kernel(
     x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, rows_ptr, counts_ptr, layer_start,
     d_in, stride_xm, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, DOT_K: tl.constexpr,
-    EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # At the very start: the expand programs load their weights while this kernel runs.
@@ -136,9 +137,11 @@ def shrink_decode_kernel(
             )  # fmt: skip
         else:
             next_entry = tl.load(next_entry_ptr)
+            part = (num_rows >> 16) * (SPAN // ROW_SPLITS)
             _shrink_rows(
-                x_ptr, stride_xm, rows_ptr + start, num_rows, a_ptr, width, length, out,
-                k_start, d_in, BLOCK_M, SPAN, DOT_K, SPLIT_K, COMPUTE, PRECISION,
+                x_ptr, stride_xm, rows_ptr + start, num_rows & 0xFFFF, a_ptr + part, width, length,
+                out, k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, SPLIT_K, COMPUTE,
+                PRECISION,
             )  # fmt: skip
         unit += stride
         cell, start, num_rows, plane = next_cell, next_start, next_rows, next_plane
@@ -241,7 +244,8 @@ def sgmv_shrink(
         shrink_decode_kernel[grid](
             x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0),
-            DOT_K=choice.dot_k, EVEN_K=shape.d_in % choice.block_k == 0, **constants,
+            DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits,
+            EVEN_K=shape.d_in % choice.block_k == 0, **constants,
         )  # fmt: skip
     else:
         shrink_prefill_kernel[(group.num_bands * splits,)](

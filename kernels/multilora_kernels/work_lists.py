@@ -3,18 +3,19 @@
 From the step's segments the host lists *runs* (one per segment and module, 16 integers); one small
 kernel writes them out, in place, as
 
-    tiles  int32 [.., 4]   cell, first row in `rows`, number of rows, first row in the planes
+    tiles  int32 [.., 4]   cell, first row in `rows`, number of rows | part << 16, first row in the
+                           planes; in decode a tile that several rows share stands here once for
+                           each of the `row_splits` parts that its share of K is cut into
     tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
                            in y / y_unit, first row, number of rows, first plane row, the module's
-                           d_out / y_unit, cells of the four pieces side by side (-1: none), log2
-                           of the tiles side by side, 0, 0, 0
+                           d_out / y_unit, cells of the first four tiles (-1: none), 0, 0, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
     rows   int32 [tokens]  row numbers sorted by slot
 
-with the tiles of a segment in a row, so its tile t begins at plane row `first + t * rows`. Nothing
-here depends on the layer: the same lists serve all of them.
+with the tiles of a segment in a row, so entry t of it begins at plane row `first + t * rows`.
+Nothing here depends on the layer: the same lists serve all of them.
 """
 
 from collections.abc import Mapping
@@ -68,19 +69,19 @@ def write_lists_kernel(
         index = tl.arange(0, WRITE)
         tile_out = tiles_ptr + tl.load(run + 0) * 4
         cell_in = cells_ptr + tl.load(run + 3)
-        for i in range(0, num_tiles, WRITE):
+        parts = tl.load(run + 15)
+        for i in range(0, num_tiles * parts, WRITE):
             at = i + index
-            mask = at < num_tiles
-            tl.store(tile_out + at * 4, tl.load(cell_in + at, mask=mask), mask=mask)
+            mask = at < num_tiles * parts
+            tl.store(tile_out + at * 4, tl.load(cell_in + at // parts, mask=mask), mask=mask)
             tl.store(tile_out + at * 4 + 1, at * 0 + start, mask=mask)
-            tl.store(tile_out + at * 4 + 2, at * 0 + rows, mask=mask)
+            tl.store(tile_out + at * 4 + 2, (at % parts) * 65536 + rows, mask=mask)
             tl.store(tile_out + at * 4 + 3, plane + at * rows, mask=mask)
         task_out = tasks_ptr + tl.load(run + 7) * 16
         num_tasks = tl.load(run + 8)
         columns = tl.load(run + 9)
         y_column = tl.load(run + 10)
         d_out = tl.load(run + 11)
-        shift = tl.load(run + 15)
         for i in range(0, num_tasks, WRITE):
             at = i + index
             mask = at < num_tasks
@@ -93,11 +94,9 @@ def write_lists_kernel(
             tl.store(to + 5, at * 0 + rows, mask=mask)
             tl.store(to + 6, at * 0 + plane, mask=mask)
             tl.store(to + 7, at * 0 + d_out, mask=mask)
-            tl.store(to + 12, at * 0 + shift, mask=mask)
-            for piece in tl.static_range(4):
-                tile = piece & ((1 << shift) - 1)
+            for tile in tl.static_range(4):
                 cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
-                tl.store(to + 8 + piece, at * 0 + cell, mask=mask)
+                tl.store(to + 8 + tile, at * 0 + cell, mask=mask)
         _write_bands(
             bands_ptr + tl.load(run + 12) * 8, tl.load(run + 13), tl.load(run + 14),
             first_tile, start, rows, plane, BAND, WRITE,
@@ -222,17 +221,18 @@ def list_runs(
     cells = cells[np.arange(widest) < tiles[:, :, None]]
 
     flat = tiles.reshape(-1).astype(np.int64)
-    first_tile = _before(tiles)
-    shift = np.minimum(2, np.ceil(np.log2(np.maximum(flat, 1))).astype(np.int64))
+    parts = np.repeat(np.where(rows == 1, 1, choice.row_splits), len(modules)).astype(np.int64)
+    first_tile = _before(flat * parts)
+    first_cell = _before(flat)
     columns = np.full_like(flat, choice.block_n * choice.n_steps)
     if choice.is_decode:
         is_row = np.repeat(rows == 1, len(modules))
-        columns = np.where(is_row, (SIDE_BY_SIDE >> shift) * choice.block_n, choice.rows_n)
-        shift = np.where(is_row, shift, 0)
+        by_tiles = np.array([choice.columns(shape, count) for count in range(SIDE_BY_SIDE + 1)])
+        columns = np.where(is_row, by_tiles[np.minimum(flat, SIDE_BY_SIDE)], choice.rows_n)
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
     num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
-    plane_rows = tiles * rows[:, None]
+    plane_rows = flat * parts * np.repeat(rows, len(modules))
     seg_tiles = tiles.sum(axis=1)
     seg_bands = -(-seg_tiles // SIDE_BY_SIDE)
     # The first module that a segment has writes the bands of the whole segment.
@@ -243,7 +243,7 @@ def list_runs(
             first_tile,
             first_tile,
             flat,
-            first_tile,
+            first_cell,
             np.repeat(start, len(modules)),
             np.repeat(rows, len(modules)),
             _before(plane_rows),
@@ -255,11 +255,11 @@ def list_runs(
             _before(bands),
             bands,
             np.repeat(seg_tiles, len(modules)),
-            shift,
+            parts,
         ],
         axis=1,
     )
-    totals = (flat.sum(), num_tasks.sum(), bands.sum(), plane_rows.sum())
+    totals = ((flat * parts).sum(), num_tasks.sum(), bands.sum(), plane_rows.sum())
     return _GroupRuns(run[flat > 0], cells.astype(np.int32), *(int(total) for total in totals))
 
 
@@ -307,8 +307,11 @@ class WorkLists:
             narrow = min(min(choice.block_n, choice.rows_n) for choice in choices)
             tasks = sum(-(-d_out // narrow) for d_out in shape.d_outs)
             bands = -(-tiles // SIDE_BY_SIDE)
-            wanted[name] = _Capacity(max_tokens * tiles, max_tokens * tasks, max_tokens * bands)
-            splits = max(choice.splits(shape.d_in) for choice in choices)
+            parts = max(choice.row_splits for choice in choices)
+            # A tile that is listed `parts` times is shared by two rows or more.
+            listed = max_tokens * tiles * max(2, parts) // 2
+            wanted[name] = _Capacity(listed, max_tokens * tasks, max_tokens * bands)
+            splits = max(choice.splits(shape.d_in) * choice.row_splits for choice in choices)
             planes = max(planes, max_tokens * tiles * splits)
         self._grow(wanted)
         self.planes(planes, 1)
@@ -344,8 +347,7 @@ class WorkLists:
         """
         tiles = -(-rank // TILE_RANKS)
         for name, group in self.groups.items():
-            side = SIDE_BY_SIDE // min(SIDE_BY_SIDE, 1 << (tiles - 1).bit_length())
-            columns = side * group.choice.block_n
+            columns = group.choice.columns(group.shape, tiles)
             tasks = sum(-(-d_out // columns) for d_out in group.shape.d_outs)
             self.groups[name] = replace(
                 group,

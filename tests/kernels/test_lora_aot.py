@@ -71,7 +71,8 @@ def test_shrink_compiles_and_fits(sm: int, name: str, tokens: int) -> None:
     }
     if choice.is_decode:
         kernel, signature["counts_ptr"] = shrink_decode_kernel, "*i32"
-        fixed |= {"DOT_K": choice.dot_k, "EVEN_K": shape.d_in % choice.block_k == 0}
+        fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
+        fixed["EVEN_K"] = shape.d_in % choice.block_k == 0
     else:
         kernel = shrink_prefill_kernel
         signature |= {"bands_ptr": "*i32", "plane_rows": "i32"}
@@ -101,8 +102,7 @@ def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
         "Y_UNIT": shape.y_unit,
     }
     if choice.is_decode:
-        splits = 1 << (choice.splits(shape.d_in) - 1).bit_length()
-        fixed |= {"ROWS_N": choice.rows_n, "SPLITS": splits}
+        fixed |= {"ROWS_N": choice.rows_n, "ROW_SPLITS": choice.row_splits}
         return expand_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     fixed["N_STEPS"] = choice.n_steps
     return expand_prefill_kernel, {**signature, "plane_rows": "i32"}, fixed
@@ -123,8 +123,8 @@ def test_planes_are_not_read_before_the_wait_for_the_shrink() -> None:
         options={"num_warps": 4, "num_stages": DECODE_STAGES},
     )
     ptx = compiled.asm["ptx"]
-    # One wait for each path: shared rows, one rank tile, several; planes are read past the L1.
-    assert ptx.count("griddepcontrol.wait") == 3
+    # A wait for each path: shared rows; one, two, more rank tiles. Planes are read past the L1.
+    assert ptx.count("griddepcontrol.wait") == 4
     assert "cp.async" not in ptx
     assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global.cg")
 

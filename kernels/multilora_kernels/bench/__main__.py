@@ -9,11 +9,14 @@ import importlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ import triton
 from multilora_kernels import launch
 from multilora_kernels.bench.timing import Built, Case, record_of, time_us
 
+# What a launch choice that does not fit the chip raises: it is no candidate.
+_TOO_LARGE = (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError)
 MODULES = ("attention", "lora", "gemm", "elementwise")
 TUNED = Path(launch.__file__).parent / "tuned"
 STAND_INS = {"rtx-4090": launch.RTX_4090, "h200": launch.H200}
@@ -40,6 +45,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", help="only shapes whose label contains this, as 'B=64 S=1024'")
     parser.add_argument("--variant", action="append", help="only these variants, as 'ours'")
     parser.add_argument("--tune", action="store_true", help="search launch choices and store them")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="with --tune: compile in so many processes first"
+    )
     parser.add_argument("--tuned", type=Path, default=TUNED, help="folder of the tuned tables")
     parser.add_argument("--chip", choices=sorted(STAND_INS), help="choose launches for this card")
     parser.add_argument("--output", type=Path, help="append JSON lines to this file")
@@ -93,12 +101,36 @@ def _time_choices(case: Case, built: Built) -> dict[str, float]:
     for choice in case.choices:
         try:
             figures = time_us(built.with_choice(choice), built.num_sets, 3, sample_us=500.0)
-        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError):
-            continue  # too large for this chip: not a candidate
+        except _TOO_LARGE:
+            continue
         timed[json.dumps(choice)] = sorted(figures)[1]
     for us, choice_text in sorted((us, text) for text, us in timed.items())[:3]:
         _say(f"{case.op:24} {case.label:44} {us:10.2f} us {choice_text}")
     return timed
+
+
+def _compile_part(arguments: argparse.Namespace, part: int) -> None:
+    """Launch every `--jobs`-th choice of the selected cases once: Triton caches on disk."""
+    if arguments.chip:
+        launch.force_chip(STAND_INS[arguments.chip])
+    device = torch.device("cuda", torch.cuda.current_device())
+    work = [
+        (case, choice)
+        for case in _cases(arguments)
+        if case.compile is not None
+        for choice in case.choices
+    ]
+    for case, choice in work[part :: arguments.jobs]:
+        assert case.compile is not None
+        with suppress(*_TOO_LARGE):
+            case.compile(device, choice)
+
+
+def _compile_all(arguments: argparse.Namespace) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
+        for done in [pool.submit(_compile_part, arguments, i) for i in range(arguments.jobs)]:
+            done.result()
 
 
 def best_choice(timed: list[dict[str, float]]) -> dict[str, Any] | None:
@@ -147,7 +179,11 @@ def main() -> None:
     chip = launch.chip_of(torch.cuda.current_device())
     environment = _environment(arguments.commit, chip)
     timed: dict[tuple[str, str], list[dict[str, float]]] = {}
+    if arguments.tune and arguments.jobs > 1:
+        _compile_all(arguments)
     for case in _cases(arguments):
+        if arguments.tune and not case.choices:
+            continue
         built = case.build(device)
         if arguments.tune:
             key = (case.op, case.tune_key)

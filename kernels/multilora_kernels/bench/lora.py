@@ -32,7 +32,7 @@ from multilora_kernels.lora_choice import (
 from multilora_kernels.popularity import make_slots
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
-from multilora_kernels.testing import LLAMA3_8B
+from multilora_kernels.testing import LLAMA3_8B, Fleet, make_fleet
 
 LAYERS = 32
 ADAPTERS = 256
@@ -100,6 +100,13 @@ def device_fleet(label: str, device: torch.device) -> DeviceFleet:
         table.set(index + 1, plan, [order.pop() for _ in range(plan.num_pages)])
     table.flush()
     return DeviceFleet(pool, table, ranks, layers)
+
+
+@lru_cache(maxsize=1)
+def _one_adapter(device: torch.device) -> Fleet:
+    """One layer of one adapter in pages of the real size: enough to compile the kernels."""
+    ranks = {(0, module): 16 for module in MODULES}
+    return make_fleet([ranks], LLAMA3_8B, 1, PAGE_BYTES, torch.bfloat16, device)
 
 
 @lru_cache(maxsize=16)
@@ -170,6 +177,16 @@ class LoraCell:
         if self.rows <= _BASELINE_ROWS and self.ranks == "16":
             variants.update(_baselines(self, x, y, device))
         return Built(sets, variants, lambda tuned: ours(forced(tuned)))
+
+    def compile(self, device: torch.device, tuned: Mapping[str, Any]) -> None:
+        """Launch both kernels once with a given choice."""
+        fleet = _one_adapter(device)
+        shapes = [LLAMA3_8B[module] for module in GROUPS[self.group]]
+        x = torch.zeros(self.rows, shapes[0][0], device=device, dtype=torch.bfloat16)
+        y = torch.zeros(self.rows, sum(s[1] for s in shapes), device=device, dtype=torch.bfloat16)
+        segments = Segments(self.rows, device, choose=forced(tuned))
+        segments.build([1] * self.rows)
+        add_lora(y, x, fleet.pool, fleet.table, segments, 0, self.group)
 
     def segments(
         self, fleet: DeviceFleet, turn: int, device: torch.device, choice: Choose
@@ -253,6 +270,7 @@ def _case(cell: LoraCell) -> Case:
         build=cell.build,
         tune_key=f"{_key(cell.group)} {phase}",
         choices=choices,
+        compile=cell.compile,
     )
 
 
@@ -276,6 +294,7 @@ def _order_case(group: str, rows: int) -> Case:
         build=build,
         tune_key=f"{_key(group)} decode",
         choices=ORDER_CHOICES,
+        compile=cell.compile,
     )
 
 

@@ -54,7 +54,8 @@ class Case:
 
     `bytes` counts each input once and each output once; `flops` what the formula multiplies and
     adds; `rate` names the operand type that bounds them. `choices` are the launch choices that
-    --tune tries, kept in tuned/<chip>.json under op and `tune_key`.
+    --tune tries, kept in tuned/<chip>.json under op and `tune_key`; `compile` launches one of them
+    once on a small input, so that processes side by side can compile them all beforehand.
     """
 
     op: str
@@ -65,6 +66,7 @@ class Case:
     rate: str = "bf16"
     tune_key: str = ""
     choices: Sequence[Mapping[str, Any]] = field(default=())
+    compile: Callable[[torch.device, Mapping[str, Any]], None] | None = None
 
     @property
     def label(self) -> str:
