@@ -42,6 +42,7 @@ WAYS: dict[str, tuple[str, list[str] | None]] = {
     "auto-round": ("AWQ, auto-round", ["--to", "awq"]),
     "autoawq": ("AWQ, AutoAWQ", ["--to", "awq", "--method", "autoawq"]),
 }
+CALIBRATED = ("auto-round", "autoawq")
 _LIBRARIES = {"plain": "auto-round", "auto-round": "auto-round", "autoawq": "autoawq"}
 
 
@@ -70,7 +71,8 @@ def measure(options: argparse.Namespace) -> None:
     for way in options.ways.split(","):
         folder, command, seconds = options.model, None, None
         if WAYS[way][1] is not None:
-            folder = options.work / f"{options.model.name}-{way}"
+            text = f"-{options.calibration.stem}" if options.calibration else ""
+            folder = options.work / f"{options.model.name}-{way}{text}"
             command, seconds = quantised(options, way, folder)
         kv = "fp8" if way == "kv-fp8" else "auto"
         found = base_perplexity(folder, tokens, lambda *progress: None, kv)
@@ -94,7 +96,8 @@ def quantised(options: argparse.Namespace, way: str, folder: Path) -> tuple[str,
     arguments = [*(WAYS[way][1] or [])]
     if options.calibration is not None and "awq" in arguments:
         arguments += ["--calibration", str(options.calibration)]
-    shown = " ".join(["mlora quantize", options.model.name, *arguments, "-o", folder.name])
+    named = [Path(word).name if "/" in word else word for word in arguments]
+    shown = " ".join(["mlora quantize", options.model.name, *named, "-o", folder.name])
     if folder.exists():
         return shown, None
     started = time.monotonic()
@@ -136,29 +139,32 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """The last record of every model, way and device, beside plain rounding and the base."""
-    last = {(r["model"], r["device"], r["way"]): r for r in records}
+    """The last record of every model, device, way and calibration, beside the base."""
+    last = {(r["model"], r["device"], r["way"], r["calibration"]): r for r in records}
     lines = [
         "| base, measured on | storage | weights, MB | perplexity | over the 16-bit base | than"
         " plain rounding | made in |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (model, where, way), record in sorted(last.items(), key=_order):
-        base, plain = (last.get((model, where, other)) for other in ("base", "plain"))
+    for (model, where, way, text), record in sorted(last.items(), key=_order):
+        if way not in CALIBRATED and text != "default":
+            continue
+        base, plain = (last.get((model, where, other, "default")) for other in ("base", "plain"))
         over = f"{record['perplexity'] / base['perplexity'] - 1:+.1%}" if base else ""
-        awq = way in ("auto-round", "autoawq") and plain is not None
-        less = f"{record['perplexity'] / plain['perplexity'] - 1:+.1%}" if awq and plain else ""
+        searched = way in CALIBRATED and plain is not None
+        less = f"{record['perplexity'] / plain['perplexity'] - 1:+.1%}" if searched else ""
+        name = WAYS[way][0] + (f", calibrated on {text}" if text != "default" else "")
         seconds = f"{record['seconds']:.0f} s" if record["seconds"] else ""
         lines.append(
-            f"| {model}, {where} | {WAYS[way][0]} | {record['bytes'] / 1e6:.0f} |"
+            f"| {model}, {where} | {name} | {record['bytes'] / 1e6:.0f} |"
             f" {record['perplexity']:.2f} | {over if way != 'base' else ''} | {less} | {seconds} |"
         )
     return "\n".join(lines)
 
 
-def _order(item: tuple[tuple[str, str, str], dict[str, Any]]) -> tuple[str, str, int]:
-    (model, where, way), _ = item
-    return model, where, list(WAYS).index(way)
+def _order(item: tuple[tuple[str, str, str, str], Any]) -> tuple[str, str, int, bool]:
+    model, where, way, text = item[0]
+    return model, where, list(WAYS).index(way), text != "default"
 
 
 def write_table(records: list[dict[str, Any]]) -> None:
