@@ -22,13 +22,7 @@ _CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 def write_fleet(folder: Path, model: str, quantization: str, setting: Setting) -> Path:
     """Write base, tokenizer and fleet file below `folder`; gives the fleet file. BadInput."""
-    base = config_folder(model, quantization, folder)
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    base = folder / "base"
-    base.mkdir(parents=True, exist_ok=True)
-    _write(base / "config.json", config)
-    _write(base / "tokenizer.json", tokenizer(int(config["vocab_size"])))
-    _write(base / "tokenizer_config.json", {"eos_token": _END, "chat_template": _CHAT})
+    write_base(folder, model, quantization)
     adapters = [
         {"name": f"{setting.name}-{index}", "source": source, "pin": "hot"}
         for index, source in enumerate(setting.sources)
@@ -46,6 +40,19 @@ def write_fleet(folder: Path, model: str, quantization: str, setting: Setting) -
     path = folder / "fleet.yaml"
     path.write_text(json.dumps(fleet, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
     return path
+
+
+def write_base(folder: Path, model: str, quantization: str, vocab_size: int = 0) -> Path:
+    """A base without weights in `folder`/base, of another vocabulary where asked. BadInput."""
+    shape = config_folder(model, quantization, folder)
+    config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
+    config["vocab_size"] = vocab_size or config["vocab_size"]
+    base = folder / "base"
+    base.mkdir(parents=True, exist_ok=True)
+    _write(base / "config.json", config)
+    _write(base / "tokenizer.json", tokenizer(int(config["vocab_size"])))
+    _write(base / "tokenizer_config.json", {"eos_token": _END, "chat_template": _CHAT})
+    return base
 
 
 def tokenizer(vocab_size: int) -> dict[str, Any]:

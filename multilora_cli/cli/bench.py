@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from multilora_cli.cli.bench_dummy import dummy
+from multilora_cli.cli.bench_front import front
 from multilora_cli.cli.bench_offline import offline
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption
@@ -32,6 +33,7 @@ class _DefaultRun(TyperGroup):
 app = typer.Typer(cls=_DefaultRun, no_args_is_help=False)
 app.command("offline")(offline)
 app.command("dummy")(dummy)
+app.command("front")(front)
 
 
 @app.callback()

@@ -10,7 +10,7 @@ from multilora_cli.cli.console import Console
 if TYPE_CHECKING:
     from multilora_cli.bench.arms import Preset, Program
     from multilora_cli.bench.campaign import Side
-    from multilora_cli.bench.target import Adapter, Fleet, Target
+    from multilora_cli.bench.target import Adapter, Fleet, PromptStyle, Target
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
-    prompts = PromptMaker(_style(options.prompts), options.seed, options.ignore_eos)
+    prompts = PromptMaker(check_style(options.prompts), options.seed, options.ignore_eos)
     raise_file_limit()
     async with AsyncExitStack() as stack:
         sides = await _sides(console, options, stack)
@@ -116,7 +116,8 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     return build_report(passes, facts, notes, slo, bounds)
 
 
-def _style(text: str):  # type: ignore[no-untyped-def]
+def check_style(text: str) -> "PromptStyle":
+    """How prompts are sent. Raises BadInput."""
     from multilora_cli.bench.target import PATHS
     from multilora_cli.errors import BadInput
 

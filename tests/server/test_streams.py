@@ -275,3 +275,32 @@ def test_the_queue_is_bounded(serve_fleet):
         assert reply.headers["retry-after"] == "1"
     for connection in held:
         connection.close()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_both_http_versions_get_the_same_events(serve_fleet, version):
+    """HTTP/1.0 knows no chunks: the events come as they are, and the end of the connection ends
+    them."""
+    server = serve_fleet(Behaviour())
+    content = json.dumps(BODY | {"stream": True, "max_tokens": 5}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(
+            f"POST /v1/chat/completions HTTP/{version}\r\nhost: {host}\r\n"
+            f"content-type: application/json\r\nconnection: close\r\n"
+            f"content-length: {len(content)}\r\n\r\n".encode()
+            + content
+        )
+        raw = b""
+        while part := connection.recv(65536):
+            raw += part
+    head, _, body = raw.partition(b"\r\n\r\n")
+    assert (b"chunked" in head.lower()) == (version == "1.1")
+    if version == "1.1":
+        body, rest = b"", body
+        while rest:
+            size, _, rest = rest.partition(b"\r\n")
+            body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    events = body.decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert len(events) == 1 + 5 + 2  # the role, five tokens, the end
