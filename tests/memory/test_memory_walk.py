@@ -182,6 +182,7 @@ def test_random_walk() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_random_walk_of_a_million() -> None:
     _walk(1_000_000, audit_every=1)
 
