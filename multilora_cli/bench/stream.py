@@ -10,6 +10,7 @@ _MAX_PENDING = 16 * 2**20
 
 
 class _Delta(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
 
@@ -102,14 +103,18 @@ class Answer:
 
 
 def _is_piece(choice: _Choice) -> bool:
-    """Whether a chunk stands for a token: any text, or a text completion's empty chunk.
+    """Whether a chunk stands for a token: any text, or an empty one in mid-answer.
 
-    vLLM sends one empty where a token is only part of a character. The chunk that opens a chat
-    (a role and no content) and the one that only ends an answer stand for none.
+    vLLM and we send an empty one where a token is only part of a character. The chunk that opens a
+    chat (with a role) and the one that only ends an answer stand for none.
     """
-    if choice.delta is not None:
-        return bool(choice.delta.content or choice.delta.reasoning_content)
-    return bool(choice.text) or (choice.text is not None and choice.finish_reason is None)
+    goes_on = choice.finish_reason is None
+    delta = choice.delta
+    if delta is None:
+        return bool(choice.text) or (choice.text is not None and goes_on)
+    if delta.content or delta.reasoning_content:
+        return True
+    return delta.content is not None and delta.role is None and goes_on
 
 
 def _message(error: Any) -> str:

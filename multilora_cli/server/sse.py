@@ -1,8 +1,10 @@
 """Replies of a run, streamed or whole.
 
-In a stream every delta of a step that belongs to the request goes out in one write. The first
-chunk of a chat choice carries the role. `[DONE]` ends a whole stream and nothing else; a failure
-is an error event, and the stream ends without `[DONE]`.
+In a stream every delta of a step that belongs to the request goes out in one write. A token
+without text (part of a character, a special one, text held back for a stop string) is a chunk with
+empty text, so that a client sees when it came. The first chunk of a chat choice carries the role.
+`[DONE]` ends a whole stream and nothing else; a failure is an error event, and the stream ends
+without `[DONE]`.
 """
 
 import asyncio
@@ -99,7 +101,8 @@ class Chunks:
         growth, index = step.growth, step.choice.index
         around = self._plain.get(index)
         if around is not None and growth.ending.finish_reason is None:
-            return around[0] + _encode(growth.text) + around[1] if growth.text else b""
+            told = growth.text or step.delta.token_ids
+            return around[0] + _encode(growth.text) + around[1] if told else b""
         events = b"".join(map(event, self._chunks(step)))
         if self._job.num_top is None and not self._job.continuous_usage:
             chunk = self._chunk(self._make(index, _MARK, None, Ending()))
@@ -119,7 +122,7 @@ class Chunks:
             text = self._columns.echo(index) + text
         entries = self._columns.entries(step)
         ended = step.growth.ending.finish_reason is not None
-        if text or ended or (entries and self._job.num_top is not None):
+        if text or ended or entries or step.delta.token_ids:
             logprobs = self._columns.take(index, entries) if entries else None
             yield self._chunk(self._make(index, text, logprobs, step.growth.ending))
 

@@ -55,6 +55,22 @@ def test_tokens_without_text_still_have_their_time() -> None:
     assert (answer.times_s, answer.last_s, answer.done) == ([1.0, 2.0], 3.0, True)
 
 
+def test_a_chat_opens_without_a_token_and_may_say_an_empty_one() -> None:
+    answer = Answer()
+    chat = [
+        ({"role": "assistant", "content": ""}, None),  # vLLM, SGLang and we open like this
+        ({"role": "assistant", "content": None}, None),
+        ({"content": ""}, None),  # half a character
+        ({"content": "ü"}, None),
+        ({"content": ""}, "stop"),
+        ({}, "stop"),
+    ]
+    for place, (delta, reason) in enumerate(chat):
+        choice = {"delta": delta, "finish_reason": reason}
+        answer.feed(event(choices=[choice]), float(place))
+    assert (answer.times_s, answer.last_s) == ([2.0, 3.0], 5.0)
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [

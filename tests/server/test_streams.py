@@ -165,6 +165,19 @@ def test_stream_equals_whole(tokenizer, kind):
         check()
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_every_token_shows_when_it_came(tokenizer, kind):
+    """The first two of the three bytes of a euro sign have no text; nor has what may be a stop."""
+    job = job_of(kind, 1, 1, ["€b"], 0)
+    batches = [[Delta(0, 0, [byte])] for byte in "a€".encode()]
+    batches.append([Delta(0, 0, [99], finish_reason="length")])
+    lines, _ = asyncio.run(streamed(tokenizer, job, batches))
+    choices = [json.loads(line)["choices"][0] for line in lines[:-2]]
+    texts = [c["delta"].get("content") if kind == "chat" else c["text"] for c in choices]
+    assert texts == [*([""] if kind == "chat" else []), "a", "", "", "", "€c"]
+    assert [c["finish_reason"] for c in choices[-2:]] == [None, "length"]
+
+
 # ---- clients that go away
 
 
