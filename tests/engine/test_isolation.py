@@ -39,7 +39,9 @@ def at_rest(rig: Rig) -> None:
     rig.engine.check_integrity()
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_64_adapters_of_ranks_1_to_64_over_room_for_8(
     fleet: SignatureFleet, tmp_path: Path, count: int
 ) -> None:
