@@ -25,6 +25,8 @@ _PHASES = {
     "import": "starting PyTorch",
     "weights": "loading weights",
     "pool": "taking memory",
+    "kernels": "compiling kernels",
+    "graphs": "capturing decode steps",
 }
 
 

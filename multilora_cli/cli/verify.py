@@ -18,6 +18,8 @@ _PHASES = {
     "adapters": "reading adapters",
     "weights": "loading weights",
     "pool": "taking memory",
+    "kernels": "compiling kernels",
+    "graphs": "capturing decode steps",
     "reference": "computing the reference, layer by layer",
     "answers": "asking adapters",
 }

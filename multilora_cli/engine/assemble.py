@@ -33,6 +33,7 @@ from multilora_cli.models.base_rows import BaseRows
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
+from multilora_cli.models.warm_up import warm_up
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
@@ -136,8 +137,17 @@ class _Assembly:
         kv_dtype = self.allocation.kv_dtype
         builder = BatchBuilder(self.buffer.pages, self.table, segments, sampled, kv_dtype)
         self.graphs: DecodeGraphs | None = None
-        if self.allocation.graph_rows:
+        if device.type == "cuda":
             self.table.settle(self.pool.page_bytes, self.allocation.dtype.itemsize)
+            warm_up(
+                decoder,
+                self.buffer.pages,
+                config.max_num_batched_tokens,
+                (self.table, segments),
+                kv_dtype,
+                lambda done, total: self.report("kernels", done, total),
+            )
+        if self.allocation.graph_rows:
             self.graphs = DecodeGraphs(
                 decoder,
                 builder,
