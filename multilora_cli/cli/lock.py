@@ -29,6 +29,7 @@ def lock(
 
     Example: mlora lock fleet.yaml
     """
+    from multilora_cli.fleet.declared import declared_patterns
     from multilora_cli.fleet.load import load_fleet
     from multilora_cli.fleet.lockfile import lock_path, read_lock, write_lock
 
@@ -49,6 +50,8 @@ def lock(
     if quiet:
         console.line(str(path))
         return
+    for pattern in declared_patterns(loaded):
+        console.note(f"names of the pattern {pattern.pattern} are not locked: nobody lists them")
     cells = [(n, a.revision[:20], a.digest[:19], change) for n, a, change in rows]
     if cells:
         console.table(("adapter", "revision", "digest", "change"), cells)

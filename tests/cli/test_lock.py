@@ -110,6 +110,13 @@ def test_other_content_is_refused(origin: FaultOrigin, tmp_path: Path) -> None:
     store.close()
 
 
+def test_patterns_are_not_locked(origin: FaultOrigin, tmp_path: Path) -> None:
+    """Nobody can list what a pattern stands for: said, not left out in silence."""
+    pattern = '  - {pattern: "{t}/{n}", source: "hf://{t}/{n}"}\n'
+    (tmp_path / "fleet.yaml").write_text(FLEET + pattern)
+    assert "names of the pattern {t}/{n} are not locked" in lock()
+
+
 def test_failures_leave_the_lock_alone(origin: FaultOrigin, tmp_path: Path) -> None:
     """Down, denied, other content than the fleet file says: exit code, adapter, no new lock."""
     lock()
