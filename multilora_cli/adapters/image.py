@@ -36,6 +36,7 @@ _EXPONENTS = {
     torch.float16: (np.uint16, 0x7C00),
     torch.float32: (np.uint32, 0x7F800000),
 }
+_PIECE_BYTES = 8 * 2**20
 _Matrix = tuple[int, str, str]  # layer, module, "a" or "b"
 
 
@@ -88,15 +89,20 @@ def build_image(
 
 
 class _Reader:
-    """Reads tensors of an adapter by pread into one scratch buffer."""
+    """Reads tensors of an adapter, in pieces of a few MB that follow one another in its files.
+
+    An adapter has hundreds of tensors of some 100 KB. A read of its own for each is a system call,
+    after which the thread has to win the interpreter back from the one that runs the steps: beside
+    64 answers on an H200 that made 80 ms of a 27 MB adapter.
+    """
 
     def __init__(self, adapter: AdapterFile) -> None:
         self._adapter = adapter
         self._files: dict[Path, OpenFile] = {}
         self._stack = ExitStack()
-        largest = max(max(w.lora_a.nbytes, w.lora_b.nbytes) for w in adapter.weights.values())
-        largest = max([largest, *(bias.nbytes for bias in adapter.biases.values())])
-        self._scratch = torch.empty(largest, dtype=torch.uint8)
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._from: Path | None = None  # the piece's file, and where in it the piece begins
+        self._begin = 0
 
     def __enter__(self) -> "_Reader":
         with self._stack:
@@ -126,16 +132,39 @@ class _Reader:
 
     def read_bytes(self, entry: TensorEntry, start: int, target: torch.Tensor) -> None:
         """Fill `target`, uint8 [n], with the tensor's bytes from `start` on."""
-        try:
-            self._files[entry.file].read_into(entry.offset + start, target.numpy().data)
-        except SafetensorsError as error:
-            raise AdapterError(error.message, reason=error.reason, field=entry.name) from None
+        target.copy_(self._bytes(entry, start, target.numel()))
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor in its own dtype and shape; valid until the next read."""
-        self.read_bytes(entry, 0, self._scratch[: entry.nbytes])
-        raw = self._scratch[: entry.nbytes].view(_FILE_DTYPES[entry.dtype]).view(entry.shape)
-        return raw.float() if entry.dtype == "F64" else raw
+        """The tensor in its own dtype and shape; valid until the next read, not to be written."""
+        dtype, raw = _FILE_DTYPES[entry.dtype], self._bytes(entry, 0, entry.nbytes)
+        if raw.storage_offset() % dtype.itemsize:
+            raw = raw.clone()  # a file may place its tensors anywhere
+        values = raw.view(dtype).view(entry.shape)
+        return values.float() if entry.dtype == "F64" else values
+
+    def _bytes(self, entry: TensorEntry, start: int, size: int) -> torch.Tensor:
+        """uint8 [size] of the current piece, or of the one that begins there."""
+        at = entry.offset + start
+        held = range(self._begin, self._begin + self._piece.numel())
+        is_other = self._from is not entry.file and self._from != entry.file
+        if is_other or at < held.start or at + size > held.stop:
+            self._fetch(entry, at // 8 * 8, at + size)
+        offset = at - self._begin
+        return self._piece[offset : offset + size]
+
+    def _fetch(self, entry: TensorEntry, begin: int, end: int) -> None:
+        """Read the next piece of the entry's file: at least from `begin` to `end`."""
+        file = self._files[entry.file]
+        size = max(end - begin, min(_PIECE_BYTES, file.identity.size - begin))
+        if self._piece.untyped_storage().nbytes() < size:
+            self._piece = torch.empty(size, dtype=torch.uint8)
+        self._piece = torch.as_strided(self._piece, (size,), (1,), 0)
+        self._from, self._begin = None, begin
+        try:
+            file.read_into(begin, self._piece.numpy().data)
+        except SafetensorsError as error:
+            raise AdapterError(error.message, reason=error.reason, field=entry.name) from None
+        self._from = entry.file
 
 
 def _in_file_order(adapter: AdapterFile) -> Iterator[tuple[int, str, ModuleWeights]]:
