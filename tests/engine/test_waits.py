@@ -1,11 +1,14 @@
 """How long an adapter may be waited for, and that the reason is told. No torch."""
 
 import random
+import re
 from math import ceil
+from pathlib import Path
 
 import pytest
 
 from multilora_cli.engine.messages import EvictAdapter
+from multilora_cli.engine.waits import REASONS
 from tests.engine.bookkeeping_kit import Books, FakeVersion
 from tests.engine.scheduler_rig import VERSIONS, Rig
 
@@ -174,3 +177,9 @@ def test_newcomers_behind_an_evict_call_wait_for_it() -> None:
     _turn(rig)
     assert rig.scheduler.waits.waiting == {"adapter_drain": 1}
     rig.finish()
+
+
+def test_every_reason_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert set(REASONS) <= {word for row in rows for word in re.findall(r"`(\w+)`", row)}
