@@ -4,9 +4,15 @@ K and V lie in the compute dtype, or as FP8 (e4m3) without a scale: rounded to t
 magnitudes beyond 448 become 448, NaN stays NaN. e4m3 keeps four significant bits from 2^-6 to
 448 wherever a value lies there, so a scale would move the range and win no precision.
 
+Attention over FP8 pages multiplies in fp16, which holds every e4m3 value: the conversion is one
+instruction for two elements, where bf16 needs two more for each of them. Queries in bf16 beyond
+65504, which no model has, are cut to it.
+
 Where Triton has no e4m3 (before sm_89, and in the interpreter, whose cast gets carries wrong) the
 kernels see raw codes as uint8 and convert by integer arithmetic, with the same result.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -31,6 +37,16 @@ def widen_kv(x, COMPUTE: tl.constexpr):
         return value.to(COMPUTE)
     else:
         return x.to(COMPUTE)
+
+
+@triton.jit
+def query_as(q, COMPUTE: tl.constexpr):
+    """Loaded queries as COMPUTE; bf16's range is wider than fp16's."""
+    if tl.float16 == COMPUTE and q.dtype == tl.bfloat16:
+        wide = q.to(tl.float32)
+        return tl.clamp(wide, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(COMPUTE)
+    else:
+        return q.to(COMPUTE)
 
 
 @triton.jit
@@ -59,6 +75,20 @@ def kv_elements(pool: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     if kv_dtype == FP8 and not (pool.is_cuda and chip_of(pool.device.index or 0).has_fp8):
         return pool
     return pool.view(kv_dtype)
+
+
+def compute_type(dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
+    """Operand type of attention's multiplies for queries of `dtype`; fp32 under the interpreter.
+
+    The interpreter holds bf16 as its bit pattern and multiplies that.
+    """
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    if kv_dtype == FP8 and dtype != torch.float32:
+        return tl.float16
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
+        dtype
+    ]
 
 
 def to_kv(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.kv_pages import gather_kv, kv_elements, widen_kv
+from multilora_kernels.kv_pages import (
+    compute_type,
+    gather_kv,
+    kv_elements,
+    query_as,
+    widen_kv,
+)
 from multilora_kernels.launch import Chip, chip_for, chip_of, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
@@ -243,7 +249,7 @@ def decode_kernel(
         head_state_ptr = state_ptr + row_head * (2 * MAX_SPLITS * GROUP)
         head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
         q_at = q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
-        q = tl.load(q_at, mask=q_mask, other=0.0).to(COMPUTE)
+        q = query_as(tl.load(q_at, mask=q_mask, other=0.0), COMPUTE)
         acc, total, top = _empty(BLOCK_G, BLOCK_D)
         part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
         # One loop over the tiles of all its splits: loads run ahead across the end of a split.
@@ -377,23 +383,11 @@ def paged_decode(
         BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
-        COMPUTE=compute_type(q.dtype),
+        COMPUTE=compute_type(q.dtype, kv_dtype),
         PDL=pdl,
         launch_pdl=pdl,
         **choice,
     )
-
-
-def compute_type(dtype: torch.dtype) -> Any:
-    """Operand type of the multiplies: the tensor's, or fp32 under the interpreter.
-
-    The interpreter holds bf16 as its bit pattern and multiplies that.
-    """
-    if triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[
-        dtype
-    ]
 
 
 def decode_ref(

@@ -14,10 +14,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.kv_pages import gather_kv, kv_elements, widen_kv
+from multilora_kernels.kv_pages import (
+    compute_type,
+    gather_kv,
+    kv_elements,
+    query_as,
+    widen_kv,
+)
 from multilora_kernels.launch import Chip, cdiv, chip_of, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
-from multilora_kernels.paged_decode import compute_type
 
 if TYPE_CHECKING:
     from multilora_kernels.paged_attention import AttentionBatch
@@ -132,7 +137,8 @@ def prefill_kernel(
     q_mask = ((r < TILE * GROUP) & (token < query_len))[:, None] & (d < HEAD_DIM)[None, :]
     heads = (head * GROUP + r % GROUP)[:, None] * HEAD_DIM + d[None, :]
     at_token = (row_start + token).to(tl.int64)[:, None]
-    q = tl.load(q_ptr + at_token * stride_qt + heads, mask=q_mask, other=0.0).to(COMPUTE)
+    q = tl.load(q_ptr + at_token * stride_qt + heads, mask=q_mask, other=0.0)
+    q = query_as(q, COMPUTE)
     position = low_position + r // GROUP
 
     head_ptr = pages_ptr + layer_start + head * (TOKENS * HEAD_DIM)
@@ -240,7 +246,7 @@ def paged_prefill(
         BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
-        COMPUTE=compute_type(q.dtype),
+        COMPUTE=compute_type(q.dtype, kv_dtype),
         **choice,
     )
 

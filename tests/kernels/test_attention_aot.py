@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from multilora_kernels.kv_pages import FP8, compute_type
 from multilora_kernels.launch import Chip
-from multilora_kernels.paged_decode import compute_type, decode_choice, decode_kernel
+from multilora_kernels.paged_decode import decode_choice, decode_kernel
 from multilora_kernels.paged_prefill import prefill_choice, prefill_kernel
 from multilora_kernels.store_kv import launch_choice, store_kv_kernel
 from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
@@ -34,7 +35,9 @@ def types_of(dtype: torch.dtype, pointers: tuple[str, ...], rest: str) -> dict[s
     return {**dict.fromkeys(pointers, f"*{NAMES[dtype]}"), **pairs}
 
 
-def common(head_dim: int, group: int, dtype: torch.dtype, windowed: bool) -> dict[str, object]:
+def common(
+    head_dim: int, group: int, dtype: torch.dtype, windowed: bool, fp8: bool
+) -> dict[str, object]:
     return {
         "NUM_KV_HEADS": 8,
         "GROUP": group,
@@ -42,7 +45,7 @@ def common(head_dim: int, group: int, dtype: torch.dtype, windowed: bool) -> dic
         "BLOCK_D": power_of_2(head_dim),
         "TOKENS": 16,
         "WINDOWED": windowed,
-        "COMPUTE": compute_type(dtype),
+        "COMPUTE": compute_type(dtype, FP8 if fp8 else dtype),
     }
 
 
@@ -66,7 +69,7 @@ def compile_decode(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool
     warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
     del choice["slots"], choice["min_split"]
     constants = {
-        **common(*shape),
+        **common(*shape, fp8),
         "BLOCK_G": max(16, power_of_2(group)),
         "BLOCK_B": 256,
         "BLOCK_C": power_of_2(group),
@@ -92,7 +95,7 @@ def compile_prefill(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: boo
     kv_itemsize = 1 if fp8 else dtype.itemsize
     choice = prefill_choice(Chip("", sm, 128), head_dim, group, dtype.itemsize, kv_itemsize)
     warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
-    assert_fits(prefill_kernel, signature, {**common(*shape), **choice}, sm, warps, stages)
+    assert_fits(prefill_kernel, signature, {**common(*shape, fp8), **choice}, sm, warps, stages)
 
 
 @pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
