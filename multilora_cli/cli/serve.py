@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,9 @@ def serve(
     prefetch: Annotated[
         bool, typer.Option("--prefetch/--no-prefetch", help="Bring popular adapters up ahead.")
     ] = True,
+    record: Annotated[
+        Path | None, typer.Option(help="Append time, adapter and tokens of requests to a file.")
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -62,7 +66,7 @@ def serve(
     startup = _prepare(console, fleet, overrides, poison)
     start = _Start(console, startup)
     status = run_server(
-        startup.server,
+        replace(startup.server, record=record),
         startup.registry,
         lambda: spawn(startup.engine),
         hooks=start.hooks(),

@@ -45,6 +45,7 @@ from multilora_cli.server.protocol import (
     select_adapter,
     split_model,
 )
+from multilora_cli.server.recorder import TraceRecorder
 from multilora_cli.server.routing import (
     RouteSpec,
     add_routes,
@@ -86,6 +87,9 @@ class Front:
         self.adapters = Adapters(registry, client, config, changes)
         self.fleet = FleetApply(self.adapters)
         self.adapters.on_unload.append(self.metrics.adapters.forget)
+        self.recorder = None if config.record is None else TraceRecorder(config.record)
+        if self.recorder is not None:
+            self.metrics.on_ended.append(self.recorder.ended)
         self.created = int(time.time())
         self._large_bodies = 0
         client.on_ready.append(lambda _: self.adapters.background(self.adapters.load_pinned()))
@@ -99,6 +103,8 @@ class Front:
         self.adapters.close()
         self.adapters.changes.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
+        if self.recorder is not None:
+            self.recorder.close()
 
     @property
     def max_model_len(self) -> int:

@@ -48,6 +48,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()  # Host names beside the loopback ones
     weights: Mapping[str, float] = field(default_factory=dict)  # by tenant or adapter name
     drain_s: float = 30.0
+    record: Path | None = None  # where the load is recorded, as `mlora bench --trace` reads it
     limits: ServerLimits = ServerLimits()
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ series only grows.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics
@@ -80,6 +80,10 @@ class RequestMeter:
 
     def __init__(self, metrics: "Metrics", adapter: str | None, prompt_tokens: int) -> None:
         self._metrics = metrics
+        self._adapter = adapter
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = 0
+        self._came_s = time.time()
         self._counts = metrics.adapters.counts(adapter) if adapter is not None else None
         self._started_s = time.monotonic()
         self._tier: str | None = None
@@ -102,6 +106,7 @@ class RequestMeter:
         else:
             self._metrics.itl.observe((now_s - self._last_s) / count)
         self._last_s = now_s
+        self._output_tokens += count
         self._metrics.generation_tokens += count
         if self._counts is not None:
             self._counts.output_tokens += count
@@ -110,6 +115,8 @@ class RequestMeter:
         """The request ended; `reason` is a finish reason, abort or error."""
         self._metrics.ended(reason)
         self._metrics.e2e.observe(time.monotonic() - self._started_s)
+        for tell in self._metrics.on_ended:
+            tell(self._came_s, self._adapter, self._prompt_tokens, self._output_tokens)
 
     def _first(self, ttft_s: float) -> None:
         self._metrics.ttft.observe(ttft_s)
@@ -132,6 +139,8 @@ class Metrics:
         names = tuple(labels)
         self.ttft, self.itl, self.e2e = Buckets(_TTFT_S), Buckets(_ITL_S), Buckets(_E2E_S)
         self.generation_tokens = 0
+        # When a request came (seconds since the epoch), its adapter, its tokens in and out.
+        self.on_ended: list[Callable[[float, str | None, int, int], None]] = []
         tokens = Counter("vllm:prompt_tokens", "Prompt tokens.", names, registry=self.registry)
         self.prompt_tokens = tokens.labels(**labels)
         self._labels = labels
