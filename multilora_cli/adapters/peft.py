@@ -33,7 +33,7 @@ from multilora_kernels.layout import NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorK
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 
-_BIN_NAME = "adapter_model.bin"
+BIN_NAME = "adapter_model.bin"
 SHARD = re.compile(r"adapter_model-\d{1,6}-of-\d{1,6}\.safetensors")
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file('
@@ -192,8 +192,8 @@ def _read_headers(folder: Path) -> tuple[tuple[SafetensorsHeader, ...], tuple[st
     names = set(os.listdir(folder))
     shards = sorted(name for name in names if SHARD.fullmatch(name))
     notes = []
-    if _BIN_NAME in names:
-        notes.append(f"{_BIN_NAME} is ignored, {WEIGHTS_NAME} is read")
+    if BIN_NAME in names:
+        notes.append(f"{BIN_NAME} is ignored, {WEIGHTS_NAME} is read")
     if WEIGHTS_NAME in names:
         if INDEX_NAME in names or shards:
             notes.append(f"shards are ignored, {WEIGHTS_NAME} is read")
@@ -202,9 +202,9 @@ def _read_headers(folder: Path) -> tuple[tuple[SafetensorsHeader, ...], tuple[st
         return _read_shards(folder), tuple(notes)
     if shards:
         raise AdapterError(f"{folder}: {len(shards)} shards but no {INDEX_NAME}", reason="missing")
-    if _BIN_NAME in names:
+    if BIN_NAME in names:
         raise AdapterError(
-            f"{folder / _BIN_NAME}: a pickle can run code when it is read; expected {WEIGHTS_NAME}",
+            f"{folder / BIN_NAME}: a pickle can run code when it is read; expected {WEIGHTS_NAME}",
             reason="pickle",
             hint=f"if you trust the file, convert it once in its folder: {_CONVERT}",
         )

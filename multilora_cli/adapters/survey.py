@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from multilora_cli.adapters.peft import (
+    BIN_NAME,
     INDEX_NAME,
     SHARD,
     WEIGHTS_NAME,
@@ -230,8 +231,8 @@ def _is_plain(folder: Path) -> bool:
         names = {entry.name for entry in os.scandir(folder)}
     except (OSError, ValueError):
         return False
-    others = any(name.endswith(".bin") or SHARD.fullmatch(name) for name in names)
-    return {CONFIG_NAME, WEIGHTS_NAME} <= names and INDEX_NAME not in names and not others
+    others = {INDEX_NAME, BIN_NAME} & names or any(map(SHARD.fullmatch, names))
+    return {CONFIG_NAME, WEIGHTS_NAME} <= names and not others
 
 
 def _content_key(config: OpenFile, weights: OpenFile) -> bytes | None:

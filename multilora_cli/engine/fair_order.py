@@ -26,6 +26,7 @@ _UNITS = 16  # of a price, so that weights need no floating point
 _ARRIVAL_BITS = 40
 _FIRST_GUESS = 128.0  # output tokens of a share's first answer
 _LEARN = 0.2
+_TOLERANCE = 256 * _UNITS  # of price: places are not moved for less, 128 output tokens
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class FairOrder:
         self._by = by
         self._shares: dict[str, _Share] = {}
         self._live: set[str] = set()  # shares with sequences that have not ended
-        self._owing: set[str] = set()
+        self._owing: set[str] = set()  # shares charged wrongly by more than the tolerance
         self._now = 0  # the latest start among those that were taken up
 
     def share_of(self, tenant: str, digest: str) -> str:
@@ -82,7 +83,8 @@ class FairOrder:
         if sequence.num_outputs:
             share.output += _LEARN * (sequence.num_outputs - share.output)
         share.owed += self._cost(sequence, sequence.num_outputs) - sequence.charged
-        self._owing.add(sequence.share)
+        if abs(share.owed) > _TOLERANCE:
+            self._owing.add(sequence.share)
         if not share.live:
             self._live.remove(sequence.share)
         if not self._live:  # nobody competes: the next to come begin side by side

@@ -193,6 +193,19 @@ def test_a_folder_with_more_in_it_is_read_as_ever(base: Path, tmp_path: Path) ->
     assert_equals_read(found.survey(inner), base, inner)
 
 
+def test_what_trainers_leave_beside_an_adapter_costs_nothing(
+    base: Path, tmp_path: Path, reads: Reads
+) -> None:
+    found = surveyor(base)
+    for index in range(3):
+        folder = write_good(tmp_path / f"a{index}")
+        for name in ("training_args.bin", "README.md", "optimizer.pt", "tokenizer.json"):
+            (folder / name).write_bytes(b"x")
+        (folder / "checkpoint-10").mkdir()
+        assert_equals_read(found.survey(folder), base, folder)
+    assert reads.count == 1
+
+
 def test_a_memory_that_cannot_be_written_is_no_failure(base: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
