@@ -92,6 +92,8 @@ class Segments:
         """Group the rows of a step; `slots` holds the slot of every row, 0 for the base."""
         array = np.asarray(slots, dtype=np.int32)
         assert array.ndim == 1 and len(array) <= self.max_tokens
+        if self._is_current(array):
+            return
         self._is_capture = False
         self.num_tokens = len(array)
         order = np.argsort(array, kind="stable").astype(np.int32)
@@ -108,6 +110,17 @@ class Segments:
         if self._table is not None:
             self._write(self._table)
             self.has_vectors(self._table)
+
+    def _is_current(self, slots: npt.NDArray[np.int32]) -> bool:
+        """Whether the lists say just this already: most decode steps have the rows of the last."""
+        table, written = self._table, self._written
+        return (
+            table is not None
+            and written is not None
+            and written[0] == table.version
+            and not (self._is_capture or self._is_sized_for_capture)
+            and np.array_equal(slots, self._slots)
+        )
 
     def bind(self, table: AdapterTable) -> None:
         """Let `build` write work lists for `table`; allocates the fixed buffers at once."""
