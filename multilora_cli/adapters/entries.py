@@ -1,5 +1,7 @@
 """The entries of a registry by name, and which of them share a content."""
 
+from collections.abc import Iterable
+
 from multilora_cli.adapters.entry import AdapterEntry
 
 
@@ -29,6 +31,12 @@ class Entries:
         self._by_name[key] = entry
         if entry.digest is not None:
             self._by_digest.setdefault(entry.digest, {})[key] = None
+
+    def arrange(self, names: Iterable[str]) -> None:
+        """Order the entries of `names` as given, behind all others."""
+        for key in (name.lower() for name in names):
+            if (entry := self._by_name.pop(key, None)) is not None:
+                self._by_name[key] = entry
 
     def remove(self, name: str) -> None:
         """Forget a name that is there."""

@@ -207,7 +207,11 @@ class Registry:
     def register_all(
         self, requests: Iterable[AdapterRequest], *, num_threads: int = 2
     ) -> tuple[tuple[str, MloraError], ...]:
-        """Register many; the bad ones are entered as failed and given back with their errors."""
+        """Register many; the bad ones are entered as failed and given back with their errors.
+
+        They are listed in the order of `requests`, whichever was read first.
+        """
+        requests = list(requests)
 
         def attempt(request: AdapterRequest) -> tuple[str, MloraError] | None:
             try:
@@ -218,7 +222,10 @@ class Registry:
             return None
 
         with ThreadPoolExecutor(num_threads, thread_name_prefix="register") as pool:
-            return tuple(failure for failure in pool.map(attempt, requests) if failure)
+            failures = tuple(failure for failure in pool.map(attempt, requests) if failure)
+        with self._lock:
+            self._entries.arrange(request.name for request in requests)
+        return failures
 
     def remember(self) -> None:
         """Keep what headers said, so that the next start need not read them again."""

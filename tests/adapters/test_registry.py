@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from multilora_cli.adapters.registry import AdapterEntry, AdapterRequest, Registry, ServedBase
+from multilora_cli.adapters.registry import (
+    AdapterEntry,
+    AdapterRequest,
+    Registered,
+    Registry,
+    ServedBase,
+)
 from multilora_cli.errors import AdapterError, AdapterUnavailable, RequestError
 from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters.malformed import KINDS
@@ -266,6 +272,26 @@ def test_register_all_reports_every_bad_adapter(registry: Registry, tmp_path: Pa
         registry.resolve("dora")
     write_good(tmp_path / "dora")
     assert add(registry, "dora", "dora").state == "ready"
+
+
+def test_adapters_are_listed_in_the_order_of_the_fleet(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads read them; the first one asked for is read last."""
+    register, second = registry.register, threading.Event()
+
+    def slow(request: AdapterRequest) -> Registered:
+        if request.name == "b":
+            assert second.wait(10)
+        done = register(request)
+        second.set()
+        return done
+
+    monkeypatch.setattr(registry, "register", slow)
+    for name in ("b", "c", "a"):
+        write_good(tmp_path / name)
+    registry.register_all(AdapterRequest(name, name) for name in ("b", "c", "a"))
+    assert [entry.name for entry in registry.entries()] == ["b", "c", "a"]
 
 
 def test_twenty_parallel_loads_of_one_name(registry: Registry, tmp_path: Path) -> None:

@@ -214,10 +214,6 @@ def test_a_fleet_that_is_not_there_is_told_before_anything_starts(tmp_path: Path
     assert "none.yaml" in result.stderr
 
 
-def test_offline_is_refused_in_words() -> None:
-    assert "not yet" in bench("--offline", code=1).stderr
-
-
 def test_rates_presets_and_the_live_line() -> None:
     from multilora_cli.bench.loadgen import Progress
 
