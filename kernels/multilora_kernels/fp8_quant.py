@@ -211,8 +211,8 @@ def rms_norm_quantise(
     scaling: RowScaling = PER_ROW,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row; `out` [M, K]
-    receives it unquantised.
+    """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row; `out` [M, K],
+    which may be x, receives it unquantised.
     """
     if _on_cpu(x):
         if residual is None:

@@ -58,12 +58,18 @@ def launch_choice(size: int) -> dict[str, int]:
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     size = x.shape[-1]
     assert x.ndim in (2, 3) and x.stride(-1) == 1 and weight.is_contiguous()
     assert weight.shape == (size,) and weight.dtype == x.dtype
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous()
     if x.numel() == 0:
         return out
     heads = x.shape[1] if x.ndim == 3 else 1
@@ -94,14 +100,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual [T, size] += x, in place; returns its normalised value."""
+    """residual [T, size] += x, in place; returns its normalised value, in `out` where it is given.
+
+    `out` may be x: a program holds its row before it writes.
+    """
     assert residual.shape == x.shape and x.ndim == 2 and residual.is_contiguous()
     assert residual.dtype == x.dtype
     if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
-        return add_rms_norm_ref(x, residual, weight, eps)
-    return _launch(x, residual, weight, eps)
+        normed = add_rms_norm_ref(x, residual, weight, eps)
+        return normed if out is None else out.copy_(normed)
+    return _launch(x, residual, weight, eps, out)
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

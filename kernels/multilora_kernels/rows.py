@@ -31,11 +31,13 @@ def normed_rows(
     eps: float,
     scaling: RowScaling | None,
 ) -> Rows:
-    """residual [T, K] += x, in place; its normalised value, quantised where there is `scaling`."""
+    """residual [T, K] += x, in place; its normalised value, quantised where there is `scaling`.
+
+    x, contiguous, is used up: the rows take its place.
+    """
     if scaling is None:
-        return Rows(add_rms_norm(x, residual, weight, eps))
-    out = torch.empty_like(residual)
-    return Rows(out, rms_norm_quantise(x, weight, eps, residual, scaling, out))
+        return Rows(add_rms_norm(x, residual, weight, eps, out=x))
+    return Rows(x, rms_norm_quantise(x, weight, eps, residual, scaling, out=x))
 
 
 def gated_rows(x: torch.Tensor, scaling: RowScaling | None) -> Rows:

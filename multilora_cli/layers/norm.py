@@ -20,7 +20,7 @@ class RMSNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, scaling: RowScaling | None = None
     ) -> Rows:
-        """residual [T, size] += x, in place; returns its normalised rows.
+        """residual [T, size] += x, in place; returns its normalised rows, in x's memory.
 
         `scaling` is what the projection that multiplies them asks for.
         """

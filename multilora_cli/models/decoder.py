@@ -55,7 +55,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """x [T, hidden] is yet to be added to the residual stream, which changes in place.
 
-        Returns this layer's own output, to be added by the norm that comes next.
+        Returns this layer's own output, to be added by the norm that comes next; x is used up.
         """
         rows = self.input_norm(x, residual, self.attention.qkv.scaling)
         x = self.attention(rows, tables, ctx)

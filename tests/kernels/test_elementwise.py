@@ -82,6 +82,9 @@ def check_norms(size: int, dtype: torch.dtype, device: str) -> None:
     out = add_rms_norm(x, residual, weight, EPS)
     close(residual, total)
     close(out, rms_norm_ref(total, weight, EPS))
+    residual, own = packed[:, 1].clone(), x.clone()
+    assert add_rms_norm(own, residual, weight, EPS, out=own) is own
+    assert torch.equal(own, out)
 
 
 def check_silu(size: int, dtype: torch.dtype, device: str) -> None:

@@ -79,6 +79,8 @@ def test_a_lora_branch_gets_the_unquantised_activation() -> None:
     out = torch.empty_like(x)
     rms_norm_quantise(x, weight, 1e-5, out=out)
     assert torch.equal(out, rms_norm_ref(x, weight, 1e-5))
+    rms_norm_quantise(x, weight, 1e-5, out=x)
+    assert torch.equal(x, out)
     silu_mul_quantise(gate_up, out=out)
     assert torch.equal(out, silu_mul_ref(gate_up))
 
@@ -124,6 +126,11 @@ def test_kernels_match_reference(k: int, group: int) -> None:
         step = wanted.abs() / 8 + dequantised(torch.ones_like(q), scale, group) * 2.0**-9
         assert bool(((back - wanted).abs() <= step * 1.01).all())
     assert torch.allclose(residual, expected_residual, rtol=2e-3, atol=1e-3)
+    own = x.clone()
+    q, _ = rms_norm_quantise(own, weight, 1e-5, residual * 0, RowScaling(group), out=own)
+    expected, _ = rms_norm_quantise(x, weight, 1e-5, residual * 0, RowScaling(group))
+    assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.allclose(own, rms_norm_ref(x, weight, 1e-5), rtol=4e-3, atol=1e-3)
 
 
 @pytest.mark.interpreter

@@ -27,6 +27,7 @@ def test_norm_rounds_as_transformers(dtype: torch.dtype) -> None:
         expected = theirs(residual + x)
         rows = ours(x, residual)
         assert torch.equal(rows.x, expected) and rows.fp8 is None
+        assert rows.x is x
         assert torch.equal(theirs(residual), expected)  # the stream holds the sum
 
 
@@ -56,7 +57,7 @@ def test_rows_are_quantised_as_the_next_weight_asks(group: int) -> None:
     norm = RMSNorm(256, 1e-5, torch.float32, CPU)
     x, residual = torch.randn(2, 4, 256, generator=generator)
     for plain, rows in (
-        (norm(x, residual.clone()), norm(x, residual.clone(), scaling)),
+        (norm(x.clone(), residual.clone()), norm(x.clone(), residual.clone(), scaling)),
         (gated_rows(x, None), gated_rows(x, scaling)),
     ):
         assert plain.fp8 is None and rows.fp8 is not None
