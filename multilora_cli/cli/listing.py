@@ -51,6 +51,10 @@ def list_adapters(
     for row in rows:
         if row.get("tier") == "failed":
             console.note(f"{row['id']}: {row.get('detail') or 'failed'}{_retry(row)}")
+    for pattern in reply.get("patterns") or ():
+        console.note(f"{pattern['pattern']}: on request, from {pattern['source']}")
+    if reply.get("unsaved"):
+        console.note(f"changes at run time will not survive a restart: {reply['unsaved']}")
     if found.get("requests"):
         console.note(_summary(found))
 

@@ -111,7 +111,7 @@ def _changed(
     if path is None:
         return list(declared.values()), RuntimeChanges(fleet), []
     file = StateFile(path, loaded.path)
-    requests, changes, notes = merge(declared, file.read())
+    requests, changes, notes = merge(fleet, file.read())
     return requests, RuntimeChanges(fleet, file, changes), notes
 
 

@@ -7,12 +7,13 @@ letter or digit and holds no separator: no name leads out of the folder that the
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 MAX_PARTS = 2  # of a name, joined by /
+_NAME_MAX = 257
 _HOLE = re.compile(r"\{([a-z][a-z0-9_]{0,31})\}")
 _VALUE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -87,3 +88,14 @@ def _regex_parts(pattern: str) -> Iterator[str]:
         yield f"(?P<{hole[1]}>{_VALUE})"
         end = hole.end()
     yield re.escape(pattern[end:])
+
+
+def covering(patterns: Sequence[NamePattern], name: str) -> tuple[NamePattern, str] | None:
+    """The first pattern that covers a name, and where the name is by it."""
+    if len(name) > _NAME_MAX:
+        return None
+    for pattern in patterns:
+        source = pattern.source_of(name)
+        if source is not None:
+            return pattern, source
+    return None

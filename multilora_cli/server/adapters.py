@@ -370,6 +370,7 @@ class Adapters:
                 {"pattern": pattern.pattern, "source": pattern.source}
                 for pattern in self.names.patterns
             ],
+            "unsaved": self.changes.unsaved or None,
         }
 
     def _row(self, entry: AdapterEntry, counts: Mapping[str, int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest
 from multilora_cli.errors import FleetError
-from multilora_cli.fleet.pattern import NamePattern
+from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.fleet.schema import Adapter
 from multilora_cli.fleet.statefile import Change, StateAdapter, StateFile
 
@@ -48,22 +48,32 @@ def by_name(requests: Iterable[AdapterRequest]) -> dict[str, AdapterRequest]:
 
 
 def merge(
-    declared: Mapping[str, AdapterRequest], changes: Mapping[str, Change]
+    fleet: ServedFleet, changes: Mapping[str, Change]
 ) -> tuple[list[AdapterRequest], dict[str, Change], list[str]]:
     """What to register, the changes that still stand, and a line for each that does not."""
     standing, notes = {}, []
     for name, change in changes.items():
-        if change.declared == _fingerprint(declared.get(name)):
+        if _stands(name, change, fleet):
             standing[name] = change
         else:
             notes.append(
                 f"adapter {name}: the fleet file has changed: what was done at run time is undone"
             )
-    served = {name: request for name, request in declared.items() if name not in standing}
+    served = {name: request for name, request in fleet.requests.items() if name not in standing}
     for name, change in standing.items():
         if change.adapter is not None:
             served[name] = AdapterRequest(name=name, **change.adapter.model_dump())
     return list(served.values()), standing, notes
+
+
+def _stands(name: str, change: Change, fleet: ServedFleet) -> bool:
+    """Whether the file says about the name what it said when the change was made."""
+    if change.declared != _fingerprint(fleet.requests.get(name)):
+        return False
+    if change.adapter is None or change.adapter.via != "pattern":
+        return True
+    covered = covering(fleet.patterns, name)
+    return covered is not None and covered[1] == change.adapter.source
 
 
 class RuntimeChanges:
@@ -105,9 +115,7 @@ class RuntimeChanges:
         """
         self.fleet = fleet
         self._changes = {
-            name: change
-            for name, change in self._changes.items()
-            if change.declared == _fingerprint(fleet.requests.get(name))
+            name: change for name, change in self._changes.items() if _stands(name, change, fleet)
         }
 
     async def save(self) -> None:

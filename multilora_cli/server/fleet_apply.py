@@ -12,11 +12,10 @@ from typing import Any
 from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest, Candidate
 from multilora_cli.adapters.source import is_remote
 from multilora_cli.errors import AdapterError, MloraError, RequestError
-from multilora_cli.fleet.pattern import NamePattern
+from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.bodies import FleetBody
 from multilora_cli.server.changes import ServedFleet, by_name
-from multilora_cli.server.names import covering
 
 _MADE_HERE = ("demo:", "dummy:")
 _SHOWN = 5  # problems told in one message

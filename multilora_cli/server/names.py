@@ -18,14 +18,13 @@ from pathlib import Path
 from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.errors import AdapterError, MloraError, RequestError
-from multilora_cli.fleet.pattern import NamePattern
-from multilora_cli.fleet.schema import is_adapter_name
+from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.server.contract import unavailable
 from multilora_cli.server.protocol import model_not_found
 
 _log = logging.getLogger(__name__)
 # Of an AdapterError: there is no such adapter, or none could ever have this name.
-_UNKNOWN = frozenset({"missing", "name_taken", "address", "not_a_folder"})
+_UNKNOWN = frozenset({"missing", "name", "name_taken", "address", "not_a_folder"})
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,3 @@ class Names:
 
 async def _no_room() -> bool:
     return False
-
-
-def covering(patterns: tuple[NamePattern, ...], name: str) -> tuple[NamePattern, str] | None:
-    """The first pattern that covers a name, and where the name is by it."""
-    if not is_adapter_name(name):
-        return None
-    for pattern in patterns:
-        source = pattern.source_of(name)
-        if source is not None:
-            return pattern, source
-    return None

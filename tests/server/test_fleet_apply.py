@@ -42,9 +42,6 @@ class Fleet:
         requests = by_name(AdapterRequest(**fields) for fields in self.adapters.values())
         self.file.close()
         self.file = StateFile(self.file.path, self.folder / "fleet.yaml")
-        merged, changes, self.notes = merge(requests, self.file.read())
-        registry = tiny_registry(self.folder, ())
-        registry.register_all(merged)
         fleet = ServedFleet(
             path=str(self.folder / "fleet.yaml"),
             settings=dict(self.settings) | {"server.port": 9999},  # by a flag
@@ -52,6 +49,9 @@ class Fleet:
             requests=requests,
             patterns=tuple(NamePattern(**fields) for fields in self.patterns),
         )
+        merged, changes, self.notes = merge(fleet, self.file.read())
+        registry = tiny_registry(self.folder, ())
+        registry.register_all(merged)
         running = RuntimeChanges(fleet, self.file, changes)
         return InProcess(self.folder, *behaviours, registry=registry, changes=running)
 
@@ -362,6 +362,33 @@ def test_the_file_wins_where_it_changed(fleet: Fleet) -> None:
     assert set(fleet.file.read()) == {"c"}
 
 
+def test_pins_of_pattern_names(fleet: Fleet) -> None:
+    """Kept as long as the pattern says the same; gone with the pattern, by both ways."""
+    write_adapter(fleet.folder / "tenants" / "acme" / "x", seed=30)
+    pattern = {
+        "pattern": "{tenant}/{name}", "source": f"{fleet.folder}/tenants/{{tenant}}/{{name}}",
+    }  # fmt: skip
+
+    async def run() -> None:
+        fleet.patterns = [pattern]
+        async with fleet.start() as app:
+            await post(app, "/v1/adapters/acme/x/warm", pin=True)
+        async with fleet.start() as app:
+            assert app.registry.resolve("acme/x").pin == "warm"
+            fleet.patterns = []
+            await fleet.apply(app)
+            assert app.registry.get("acme/x") is None and fleet.file.read() == {}
+        fleet.patterns = [pattern]
+        async with fleet.start() as app:
+            await post(app, "/v1/adapters/acme/x/warm", pin=True)
+        fleet.patterns = []
+        async with fleet.start() as app:
+            assert fleet.notes[0].startswith("adapter acme/x: the fleet file has changed")
+            assert app.registry.get("acme/x") is None
+
+    asyncio.run(run())
+
+
 def test_a_state_that_cannot_be_written(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     """The change is made, and the log says that it will not survive."""
 
@@ -371,7 +398,8 @@ def test_a_state_that_cannot_be_written(fleet: Fleet, caplog: pytest.LogCaptureF
             other.write({})
             await post(app, "/v1/unload_lora_adapter", lora_name="a")
             assert "a" not in versions(app)
-            assert "kept by another server" in app.front.adapters.changes.unsaved
+            listed = (await app.http.get("/v1/lora_adapters")).json()
+            assert "kept by another server" in listed["unsaved"]
             other.close()
 
     asyncio.run(run())
@@ -384,7 +412,7 @@ def test_what_a_client_loaded_stays_below_the_roots(fleet: Fleet, tmp_path: Path
     async def run() -> None:
         async with fleet.start() as app:
             await _operate(app, fleet)
-        merged, _, _ = merge({}, fleet.file.read())
+        merged, _, _ = merge(ServedFleet(), fleet.file.read())
         (own,) = [request for request in merged if request.name == "own"]
         registry = tiny_registry(tmp_path / "elsewhere", ())
         ((name, error),) = registry.register_all([own, replace(own, name="other", via="fleet")])

@@ -110,8 +110,11 @@ def test_unknown_names(tmp_path: Path, origin: FaultOrigin, name: str) -> None:
             for _ in range(3):
                 assert await ask(app, name) == (404, "model_not_found")
             assert (await app.http.get("/v1/models/acme%2Fnobody")).status_code == 404
-            evict = await app.http.post("/v1/adapters/acme/nobody/evict", json={})
-            assert evict.status_code == 404
+            for route in ("warm", "evict"):
+                reply = await app.http.post(f"/v1/adapters/acme/nobody/{route}", json={})
+                assert reply.status_code == 404
+                long = await app.http.post(f"/v1/adapters/acme/{'x' * 129}/{route}", json={})
+                assert long.status_code == 404
             assert len([seen for seen in origin.seen if "nobody" in seen.path]) <= max(asked, 4)
             assert await rows(app) == {}
 
