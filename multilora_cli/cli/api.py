@@ -104,7 +104,8 @@ class Api:
 
     async def listing(self) -> dict[str, Any]:
         """The adapters, and what requests found since the server started."""
-        return await self.get("/v1/lora_adapters")
+        reply: dict[str, Any] = await self.get("/v1/lora_adapters")
+        return reply
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """Pieces of the answer as they come. Raises MloraError, also in mid-stream."""
