@@ -29,8 +29,8 @@ import triton.language as tl
 
 from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS
+from multilora_kernels.list_capacity import Capacity, decode_capacity, group_shapes
 from multilora_kernels.lora_choice import (
-    DECODE_BUCKETS,
     SIDE_BY_SIDE,
     Choose,
     GroupShape,
@@ -148,29 +148,11 @@ class GroupLists:
     plane_rows: int
 
 
-@dataclass(frozen=True)
-class _Capacity:
-    """Entries that one group's regions of the buffers hold."""
-
-    tiles: int
-    tasks: int
-    bands: int
-
-    def covers(self, other: "_Capacity") -> bool:
-        return self.tiles >= other.tiles and self.tasks >= other.tasks and self.bands >= other.bands
-
-
-def group_shapes(table: AdapterTable) -> dict[str, GroupShape]:
+def table_shapes(table: AdapterTable) -> dict[str, GroupShape]:
     """The launch groups whose modules the table knows."""
     geometry = table.geometry
     assert geometry is not None, "the table is empty"
-    shapes = {}
-    for name, modules in GROUPS.items():
-        if all(module in table.shapes for module in modules):
-            d_outs = tuple(table.shapes[module][1] for module in modules)
-            d_in = table.shapes[modules[0]][0]
-            shapes[name] = GroupShape(name, d_in, d_outs, geometry.itemsize, geometry.chunk)
-    return shapes
+    return group_shapes(table.shapes, geometry.page_bytes, geometry.itemsize)
 
 
 def cut(indptr: IntArray, slots: IntArray, block_m: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -278,13 +260,13 @@ class WorkLists:
         self._choose = choose
         self._is_fixed = False
         self.chip = chip
-        self.shapes: Mapping[str, GroupShape] = group_shapes(table)
+        self.shapes: Mapping[str, GroupShape] = table_shapes(table)
         self.max_tokens = max_tokens
-        self.max_tiles = -(-max_rank // TILE_RANKS)
+        self.max_rank = max_rank
         self.groups: dict[str, GroupLists] = {}
         self._staging = Staging(table.device)
         self._upload = torch.empty(0, dtype=torch.int32, device=table.device)
-        self._capacity: dict[str, _Capacity] = {}
+        self._capacity: dict[str, Capacity] = {}
         self._counts = torch.zeros(4, 4, dtype=torch.int32, device=table.device)
         self.rows = torch.zeros(max(1, max_tokens), dtype=torch.int32, device=table.device)
         self._planes = torch.empty(0, dtype=torch.float32, device=table.device)
@@ -297,22 +279,9 @@ class WorkLists:
 
         A captured graph keeps their addresses, so a step that would outgrow them is refused.
         """
-        wanted = {}
-        planes = 0
-        for name, shape in self.shapes.items():
-            choices = [
-                self._choose(shape, rows, self.chip) for rows in (*DECODE_BUCKETS, max_tokens)
-            ]
-            tiles = len(shape.d_outs) * self.max_tiles
-            narrow = min(min(choice.block_n, choice.rows_n) for choice in choices)
-            tasks = sum(-(-d_out // narrow) for d_out in shape.d_outs)
-            bands = -(-tiles // SIDE_BY_SIDE)
-            parts = max(choice.row_splits for choice in choices)
-            # A tile that is listed `parts` times is shared by two rows or more.
-            listed = max_tokens * tiles * max(2, parts) // 2
-            wanted[name] = _Capacity(listed, max_tokens * tasks, max_tokens * bands)
-            splits = max(choice.splits(shape.d_in) * choice.row_splits for choice in choices)
-            planes = max(planes, max_tokens * tiles * splits)
+        wanted, planes = decode_capacity(
+            self.shapes, max_tokens, self.max_rank, self.chip, self._choose
+        )
         self._grow(wanted)
         self.planes(planes, 1)
         self._is_fixed = True
@@ -355,7 +324,7 @@ class WorkLists:
                 num_tasks=num_tokens * tasks,
             )
 
-    def _grow(self, wanted: Mapping[str, _Capacity]) -> None:
+    def _grow(self, wanted: Mapping[str, Capacity]) -> None:
         device = self.table.device
         if not all(
             name in self._capacity and self._capacity[name].covers(need)
@@ -384,7 +353,7 @@ class WorkLists:
         for name, shape in self.shapes.items():
             pieces = cut(indptr, slots, choices[name].block_m)
             found[name] = list_runs(self.table, shape, choices[name], pieces)
-        self._grow({n: _Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()})
+        self._grow({n: Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()})
         for name, runs in found.items():
             self.planes(runs.plane_rows, choices[name].splits(self.shapes[name].d_in))
         self._set_groups(choices, found)
@@ -393,7 +362,7 @@ class WorkLists:
     def _set_groups(
         self, choices: Mapping[str, LoraChoice], found: Mapping[str, _GroupRuns]
     ) -> None:
-        base = _Capacity(0, 0, 0)
+        base = Capacity(0, 0, 0)
         for index, (name, runs) in enumerate(found.items()):
             size = self._capacity[name]
             self.groups[name] = GroupLists(
@@ -412,7 +381,7 @@ class WorkLists:
             runs.runs[:, 0] += base.tiles
             runs.runs[:, 7] += base.tasks
             runs.runs[:, 12] += base.bands
-            base = _Capacity(
+            base = Capacity(
                 base.tiles + size.tiles, base.tasks + size.tasks, base.bands + size.bands
             )
 

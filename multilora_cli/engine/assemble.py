@@ -131,6 +131,7 @@ class _Assembly:
         """What runs a step on the device; on CUDA with its decode steps captured."""
         config, device = self.config, self.allocation.device
         segments = Segments(config.max_num_batched_tokens, device, max_rank=config.max_lora_rank)
+        self.segments = segments
         # One row may sample for all answers of a request, which all wait in the queue.
         most_samples = config.max_num_seqs + config.max_queue
         sampled = torch.zeros(most_samples, dtype=torch.int64, device=device)
@@ -168,6 +169,8 @@ class _Assembly:
         }
         if self.graphs is not None:
             allocated["graphs"] = self.graphs.nbytes
+        if self.allocation.device.type == "cuda":
+            allocated["lists"] = self.segments.nbytes
         return Ready(
             device=str(self.allocation.device),
             dtype=str(self.allocation.dtype).removeprefix("torch."),

@@ -14,6 +14,7 @@ from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.units import format_size
 from multilora_kernels.kv_pages import FP8
+from multilora_kernels.launch import chip_of
 
 _CPU_POOL_MAX = 2 * 2**30
 _CPU_SHARE = 4  # a quarter of what is free
@@ -98,7 +99,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         config.max_lora_rank,
         config.num_slots,
         config.max_model_len or geometry.max_position,
-        on_card=device.type == "cuda",
+        chip=chip_of(device.index or 0) if device.type == "cuda" else None,
         captured=config.cuda_graphs,
     )
     pool = config.pool_bytes

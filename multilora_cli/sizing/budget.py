@@ -1,6 +1,6 @@
 """Device memory by part. The engine allocates from these numbers and `plan` prints them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multilora_cli.errors import Refused
@@ -62,6 +62,7 @@ class MemoryPlan:
     pool: int
     page_bytes: int
     graphs: int = 0  # captured decode steps
+    lists: int = 0  # work lists of the LoRA kernels, and their partial results
 
     @property
     def num_pages(self) -> int:
@@ -76,6 +77,7 @@ class MemoryPlan:
             "workspace": self.workspace,
             "tables": self.tables,
             **({"graphs": self.graphs} if self.graphs else {}),
+            **({"lists": self.lists} if self.lists else {}),
         }
 
 
@@ -119,14 +121,15 @@ def workspace_bytes(
 ) -> int:
     """High-water mark of one step's scratch: `max_tokens` rows, `max_seqs` of them sampled.
 
-    Activations of one layer. Logits are float32 and the sampler keeps four such
-    arrays (logits, sorted values, sorted indices as int64 count twice). LoRA intermediates are
-    float32 [tokens, 3 x rank] of the widest launch (q, k, v). On a card, decode attention keeps
-    float32 partial results of up to 32 splits a row and head (multilora_kernels.paged_decode).
+    Activations of one layer. Logits are float32 and the sampler keeps four such arrays (logits,
+    sorted values, sorted indices as int64 count twice). On a card, decode attention keeps float32
+    partial results of up to 32 splits a row and head (multilora_kernels.paged_decode), and LoRA
+    intermediates lie beside the work lists (MemoryPlan.lists); on a CPU they are float32
+    [tokens, 3 x rank] of the widest launch (q, k, v).
     """
     rows = activation_bytes(geometry, itemsize, max_tokens, on_card=on_card)
     logits = 4 * max_seqs * geometry.vocab_size * 4
-    lora = max_tokens * 3 * max_rank * 4
+    lora = 0 if on_card else max_tokens * 3 * max_rank * 4
     return rows + logits + lora + (partial_bytes(geometry, max_seqs) if on_card else 0)
 
 
@@ -204,19 +207,20 @@ def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int
 
 
 def plan_pool(
-    geometry: ModelGeometry, available: int, *, kv_itemsize: int, weights: int, workspace: int,
-    tables: int, graphs: int = 0,
-) -> MemoryPlan:  # fmt: skip
-    """The pool that `available` bytes leave beside the rest. Raises Refused where none fits."""
+    geometry: ModelGeometry, available: int, kv_itemsize: int, parts: Mapping[str, int]
+) -> MemoryPlan:
+    """The pool that `available` bytes leave beside the other parts of a MemoryPlan, by name.
+
+    Raises Refused where none fits.
+    """
     page = kv_page_bytes(geometry, kv_itemsize)
-    pool = (available - weights - workspace - tables - graphs) // page * page
+    pool = (available - sum(parts.values())) // page * page
     if pool < page * 2:
-        need = weights + workspace + tables + graphs + 2 * page
+        need = sum(parts.values()) + 2 * page
+        named = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
         raise Refused(
-            f"the base does not fit: {format_size(need)} needed (weights {format_size(weights)},"
-            f" workspace {format_size(workspace)}, tables {format_size(tables)},"
-            f" graphs {format_size(graphs)}),"
+            f"the base does not fit: {format_size(need)} needed ({named}),"
             f" {format_size(available)} available",
             hint="quantise the base, lower limits.max_num_batched_tokens, or use a larger card",
         )
-    return MemoryPlan(weights, workspace, tables, pool, page, graphs)
+    return MemoryPlan(pool=pool, page_bytes=page, **parts)

@@ -18,6 +18,8 @@ from multilora_cli.sizing.budget import (
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import Quantization
+from multilora_kernels.launch import Chip
+from multilora_kernels.list_capacity import group_shapes, list_bytes
 
 NOTABLE = 0.02  # a part that takes more or less than planned by this share is worth a word
 
@@ -31,12 +33,12 @@ class StepSizes:
     max_rank: int
     num_slots: int  # of the adapter table
     max_context: int  # tokens of the longest sequence
-    on_card: bool
+    chip: Chip | None  # the card; None: a CPU
     captured: bool = True  # decode steps as CUDA graphs; never on a CPU
 
     @classmethod
     def of_limits(
-        cls, limits: Limits, num_slots: int, max_context: int, *, on_card: bool
+        cls, limits: Limits, num_slots: int, max_context: int, chip: Chip | None
     ) -> "StepSizes":
         """From a fleet's limits: every running sequence decodes in each step."""
         return cls(
@@ -45,13 +47,13 @@ class StepSizes:
             max_rank=limits.max_lora_rank,
             num_slots=num_slots,
             max_context=max_context,
-            on_card=on_card,
+            chip=chip,
         )
 
     @property
     def graph_rows(self) -> tuple[int, ...]:
         """Rows of the decode steps that are captured."""
-        return graph_rows(self.max_seqs) if self.on_card and self.captured else ()
+        return graph_rows(self.max_seqs) if self.chip is not None and self.captured else ()
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,10 @@ def cut_device(
             step.max_tokens,
             step.max_seqs,
             step.max_rank,
-            on_card=step.on_card,
+            on_card=step.chip is not None,
         ),
         "graphs": graph_bytes(geometry, itemsize, step.graph_rows, step.max_rank, step.max_context),
+        "lists": _list_bytes(geometry, itemsize, kv_page_bytes(geometry, kv_itemsize), step),
     }
     # The table depends on the pool it serves; without a given one it is counted for all that is
     # available, which is more.
@@ -97,8 +100,16 @@ def cut_device(
     tables = table_bytes(geometry, step.num_slots, blocks)
     if pool is not None:
         size = pool + tables + sum(fixed.values())
-    plan = plan_pool(geometry, size, kv_itemsize=kv_itemsize, tables=tables, **fixed)
+    plan = plan_pool(geometry, size, kv_itemsize, fixed | {"tables": tables})
     return DeviceCut(plan, blocks)
+
+
+def _list_bytes(geometry: ModelGeometry, itemsize: int, page: int, step: StepSizes) -> int:
+    """The kernels' work lists and their scratch; the CPU path has none."""
+    if step.chip is None:
+        return 0
+    shapes = group_shapes(geometry.module_shapes, page, itemsize)
+    return list_bytes(shapes, step.max_tokens, step.max_rank, step.chip)
 
 
 def check_context(asked: int | None, geometry: ModelGeometry) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from multilora_cli.errors import BadInput
+from multilora_kernels.launch import Chip
 
 # What a card's datasheet bandwidth yields in a streaming read: 4.3 of 4.8 TB/s on an H200 and
 # 0.93 of 1.008 TB/s on an RTX 4090; 0.9 where nothing was measured.
@@ -32,6 +33,7 @@ class Gpu:
     fp8_tflops: float | None  # dense; None: the tensor cores have no FP8
     pcie: Literal[3, 4, 5]
     sm: int
+    num_sms: int  # multiprocessors
     source: str
 
     @property
@@ -45,6 +47,11 @@ class Gpu:
         return self.bandwidth_gb_s * 1e9 * _ACHIEVED.get(self.key, _DEFAULT_ACHIEVED)
 
     @property
+    def chip(self) -> Chip:
+        """As the kernels' launch choices know it."""
+        return Chip(f"NVIDIA {self.name}", self.sm, self.num_sms)
+
+    @property
     def pcie_bytes_s(self) -> float:
         """What a large pinned copy from host to device reaches, bytes/s."""
         return _PCIE_BYTES_S[self.pcie]
@@ -54,22 +61,22 @@ _SHEET = "NVIDIA {} datasheet; memory as the driver reports it"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, table 'full specifications'"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper"
 GPUS: tuple[Gpu, ...] = (
-    Gpu("rtx-3090", "GeForce RTX 3090", 24576, 936, 71, None, 4, 86,
+    Gpu("rtx-3090", "GeForce RTX 3090", 24576, 936, 71, None, 4, 86, 82,
         "NVIDIA Ampere GA102 whitepaper, appendix A"),
-    Gpu("rtx-4090", "GeForce RTX 4090", 24564, 1008, 165.2, 330.3, 4, 89, _ADA),
-    Gpu("rtx-5090", "GeForce RTX 5090", 32607, 1792, 209.5, 419, 5, 120, _BLACKWELL),
-    Gpu("a10", "A10", 23028, 600, 125, None, 4, 86, _SHEET.format("A10")),
-    Gpu("l4", "L4", 23034, 300, 121, 242.5, 4, 89, _SHEET.format("L4")),
-    Gpu("l40s", "L40S", 46068, 864, 362, 733, 4, 89, _SHEET.format("L40S")),
-    Gpu("a100-40", "A100 40GB", 40960, 1555, 312, None, 4, 80, _SHEET.format("A100")),
-    Gpu("a100-80", "A100 80GB SXM", 81920, 2039, 312, None, 4, 80, _SHEET.format("A100")),
-    Gpu("h100-sxm", "H100 SXM", 81559, 3350, 989, 1979, 5, 90, _SHEET.format("H100")),
-    Gpu("h100-pcie", "H100 PCIe", 81559, 2000, 756, 1513, 5, 90, _SHEET.format("H100")),
-    Gpu("h200", "H200", 143771, 4800, 989, 1979, 5, 90, _SHEET.format("H200")),
-    Gpu("b200", "B200", 183359, 8000, 2250, 4500, 5, 100, _SHEET.format("HGX B200")),
-    Gpu("rtx-6000-ada", "RTX 6000 Ada", 49140, 960, 364.2, 728.5, 4, 89,
+    Gpu("rtx-4090", "GeForce RTX 4090", 24564, 1008, 165.2, 330.3, 4, 89, 128, _ADA),
+    Gpu("rtx-5090", "GeForce RTX 5090", 32607, 1792, 209.5, 419, 5, 120, 170, _BLACKWELL),
+    Gpu("a10", "A10", 23028, 600, 125, None, 4, 86, 72, _SHEET.format("A10")),
+    Gpu("l4", "L4", 23034, 300, 121, 242.5, 4, 89, 58, _SHEET.format("L4")),
+    Gpu("l40s", "L40S", 46068, 864, 362, 733, 4, 89, 142, _SHEET.format("L40S")),
+    Gpu("a100-40", "A100 40GB", 40960, 1555, 312, None, 4, 80, 108, _SHEET.format("A100")),
+    Gpu("a100-80", "A100 80GB SXM", 81920, 2039, 312, None, 4, 80, 108, _SHEET.format("A100")),
+    Gpu("h100-sxm", "H100 SXM", 81559, 3350, 989, 1979, 5, 90, 132, _SHEET.format("H100")),
+    Gpu("h100-pcie", "H100 PCIe", 81559, 2000, 756, 1513, 5, 90, 114, _SHEET.format("H100")),
+    Gpu("h200", "H200", 143771, 4800, 989, 1979, 5, 90, 132, _SHEET.format("H200")),
+    Gpu("b200", "B200", 183359, 8000, 2250, 4500, 5, 100, 148, _SHEET.format("HGX B200")),
+    Gpu("rtx-6000-ada", "RTX 6000 Ada", 49140, 960, 364.2, 728.5, 4, 89, 142,
         _SHEET.format("RTX 6000 Ada")),
-    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 97887, 1792, 503.8, 1007.6, 5, 120,
+    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", 97887, 1792, 503.8, 1007.6, 5, 120, 188,
         _SHEET.format("RTX PRO 6000 Blackwell")),
 )  # fmt: skip
 _ALIASES = {"h100": "h100-sxm", "a100": "a100-80", "4090": "rtx-4090", "3090": "rtx-3090",

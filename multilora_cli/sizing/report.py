@@ -206,7 +206,7 @@ def _memory(request: PlanRequest) -> MemoryPlan:
             request.fleet.limits,
             slots,
             request.max_model_len,
-            on_card=request.gpu is not None,
+            request.gpu.chip if request.gpu is not None else None,
         ),
         available=request.available_bytes,
     ).plan

@@ -6,10 +6,12 @@ import pytest
 
 from multilora_cli.fleet.schema import Limits
 from multilora_cli.sizing.device import DeviceCut, StepSizes, cut_device, deviations
+from multilora_cli.sizing.hardware import find_gpu
 from multilora_cli.sizing.quantization import FP8, NONE, Quantization
 from tests.sizing.test_budget import LLAMA3_8B
 
-STEP = StepSizes(8192, 256, 64, num_slots=257, max_context=8192, on_card=True)
+H200 = find_gpu("h200")
+STEP = StepSizes(8192, 256, 64, num_slots=257, max_context=8192, chip=H200.chip)
 
 
 def cut(step: StepSizes = STEP, quantization: Quantization = NONE, **size: int) -> DeviceCut:
@@ -18,7 +20,7 @@ def cut(step: StepSizes = STEP, quantization: Quantization = NONE, **size: int) 
 
 def test_all_parts_are_within_what_is_available() -> None:
     plan = cut(available=80 * 2**30).plan
-    assert set(plan.parts()) == {"weights", "pool", "workspace", "tables", "graphs"}
+    assert set(plan.parts()) == {"weights", "pool", "workspace", "tables", "graphs", "lists"}
     assert 0 <= 80 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
 
 
@@ -31,13 +33,13 @@ def test_a_pool_of_a_given_size_gets_it() -> None:
 def test_nothing_is_captured_on_a_cpu_or_where_it_is_off() -> None:
     from dataclasses import replace
 
-    for step in (replace(STEP, on_card=False), replace(STEP, captured=False)):
+    for step in (replace(STEP, chip=None), replace(STEP, captured=False)):
         assert step.graph_rows == () and "graphs" not in cut(step, pool=2**30).plan.parts()
 
 
 def test_every_running_sequence_decodes_in_each_step() -> None:
     limits = Limits(max_num_seqs=512, max_num_batched_tokens=64)
-    assert StepSizes.of_limits(limits, 300, 8192, on_card=True).max_tokens == 512
+    assert StepSizes.of_limits(limits, 300, 8192, None).max_tokens == 512
 
 
 def test_one_of_both_sizes_is_needed() -> None:

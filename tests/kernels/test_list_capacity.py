@@ -1,0 +1,61 @@
+"""What is planned for the work lists is what they allocate."""
+
+import pytest
+import torch
+
+from multilora_kernels.launch import H200, RTX_4090, Chip
+from multilora_kernels.layout import MODULES, page_bytes, plan_image
+from multilora_kernels.list_capacity import decode_capacity, group_shapes, list_bytes
+from multilora_kernels.lora_choice import choose
+from multilora_kernels.table import AdapterTable
+from multilora_kernels.work_lists import WorkLists
+
+SHAPES = {
+    "q_proj": (4096, 4096), "k_proj": (4096, 1024), "v_proj": (4096, 1024),
+    "o_proj": (4096, 4096), "gate_proj": (4096, 14336), "up_proj": (4096, 14336),
+    "down_proj": (14336, 4096),
+}  # fmt: skip
+PAGE = page_bytes(2, 8, 128, 2)
+
+
+def lists_of(chip: Chip, max_tokens: int, max_rank: int) -> WorkLists:
+    """Lists of an 8B's layer, before any step."""
+    table = AdapterTable(3, 2, SHAPES, 4096, torch.device("cpu"))
+    plan = plan_image({(0, module): 8 for module in MODULES}, SHAPES, PAGE, 2)
+    table.set(1, plan, list(range(plan.num_pages)))
+    return WorkLists(table, chip, max_tokens, max_rank)
+
+
+@pytest.mark.parametrize("chip", [H200, RTX_4090], ids=lambda chip: chip.name)
+@pytest.mark.parametrize("max_rank", [8, 64, 512])
+def test_the_fixed_buffers_are_what_was_planned(chip: Chip, max_rank: int) -> None:
+    for max_tokens in (16, 512):
+        lists = lists_of(chip, max_tokens, max_rank)
+        lists.reserve(max_tokens)
+        shapes = group_shapes(SHAPES, PAGE, 2)
+        assert lists.shapes == shapes
+        # Up to 512 rows there are no prompts: the rest is the row numbers of two more buffers.
+        planned = list_bytes(shapes, max_tokens, max_rank, chip)
+        assert planned - lists.nbytes == 2 * 4 * max_tokens
+
+
+def test_prompts_add_their_planes_and_no_more() -> None:
+    shapes = group_shapes(SHAPES, PAGE, 2)
+    few, many = (list_bytes(shapes, rows, 64, H200) for rows in (512, 8192))
+    splits = {
+        rows: choose(shapes["down"], rows, H200).splits(14336) for rows in (1024, 2048, 4096, 8192)
+    }
+    widest = max(
+        rows * (len(shape.d_outs) * 4) * choose(shape, rows, H200).splits(shape.d_in) * 64
+        for shape in shapes.values()
+        for rows in (513, 1024, 2048, 4096, 8192)
+    )
+    assert many - few == widest + 3 * 4 * (8192 - 512), splits
+
+
+def test_capacity_grows_with_rows_and_rank() -> None:
+    shapes = group_shapes(SHAPES, PAGE, 2)
+    (small, planes), (large, more) = (
+        decode_capacity(shapes, rows, rank, H200) for rows, rank in ((64, 16), (256, 64))
+    )
+    assert all(large[name].covers(small[name]) for name in shapes) and more > planes
