@@ -8,8 +8,8 @@ The weights of one adapter are cut twice:
   module), at most an eighth of a page, so that the block of any row or column follows from a shift.
 
 Vectors over a module's outputs (`Extras`) are float32 whatever the weights are, cut into pieces of
-the size of a full block. Blocks and pieces are packed into whole pages of the pool by best fit over
-the entire image.
+the size of a full block. Matrices of the embedding and the head are cut into runs of whole rows.
+All of them are packed into whole pages of the pool by best fit over the entire image.
 """
 
 from bisect import bisect_left, insort
@@ -119,15 +119,29 @@ VectorKind = Literal["scale", "shift"]
 VECTOR_KINDS: tuple[VectorKind, ...] = ("scale", "shift")
 
 
+MatrixName = Literal[
+    "embed_tokens.a", "embed_tokens.b", "embed_tokens.weight",
+    "lm_head.a", "lm_head.b", "lm_head.weight",
+]  # fmt: skip
+# Factors of LoRA, the embedding's A transposed so that a token's is one row: [vocab, r] and
+# [hidden, r], [r, hidden] and [vocab, r]; whole matrices [vocab, hidden] in place of the base's.
+MATRICES: tuple[MatrixName, ...] = (
+    "embed_tokens.a", "embed_tokens.b", "embed_tokens.weight",
+    "lm_head.a", "lm_head.b", "lm_head.weight",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Extras:
     """What an adapter holds beside its factors.
 
     `vectors` are (layer, module, kind): outputs of that module are multiplied by a "scale" (DoRA),
-    then a "shift" is added (biases). A module may have vectors and no factors.
+    then a "shift" is added (biases). A module may have vectors and no factors. `matrices` belong to
+    the embedding and the head, see MATRICES.
     """
 
     vectors: frozenset[tuple[int, str, VectorKind]] = frozenset()
+    matrices: frozenset[tuple[MatrixName, int, int]] = frozenset()  # name, rows, row length
 
 
 NO_EXTRAS = Extras()
@@ -149,6 +163,20 @@ class VectorBlock:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class MatrixBlock:
+    """Whole rows [start : start + num_rows] of a matrix, in the dtype of the weights.
+
+    `offset` is in bytes within image page `page`.
+    """
+
+    name: MatrixName
+    start: int
+    num_rows: int
+    page: int
+    offset: int
+
+
 @dataclass(frozen=True)
 class ImagePlan:
     """Where every block of one adapter lies in the pages of its image."""
@@ -161,6 +189,7 @@ class ImagePlan:
     used_bytes: int
     extras: Extras = NO_EXTRAS
     vectors: tuple[VectorBlock, ...] = ()  # by layer, module, kind, start
+    matrices: tuple[MatrixBlock, ...] = ()  # by name, start
 
     @property
     def wasted_bytes(self) -> int:
@@ -264,15 +293,47 @@ def plan_image(
     parts = list(_cut_vectors(extras, shapes, vector_chunk(page_bytes, itemsize)))
     sizes = [_aligned(piece.rank_width * piece.length * itemsize) for piece in pieces]
     sizes += [_aligned(length * VECTOR_ITEMSIZE) for *_, length in parts]
+    rows = list(_cut_matrices(extras, page_bytes, itemsize))
+    sizes += [_aligned(num_rows * width * itemsize) for *_, num_rows, width in rows]
     places, num_pages = _pack(sizes, page_bytes)
     blocks = tuple(
         Block(p.layer, p.module, p.matrix, p.rank_start, p.rank_width, p.start, p.length, *place)
         for p, place in zip(pieces, places, strict=False)
     )
     vectors = tuple(
-        VectorBlock(*part, *place) for part, place in zip(parts, places[len(pieces) :], strict=True)
+        VectorBlock(*part, *place)
+        for part, place in zip(parts, places[len(pieces) :], strict=False)
     )
-    return ImagePlan(num_pages, page_bytes, itemsize, blocks, present, sum(sizes), extras, vectors)
+    matrices = tuple(
+        MatrixBlock(name, start, num_rows, *place)
+        for (name, start, num_rows, _), place in zip(
+            rows, places[len(pieces) + len(parts) :], strict=True
+        )
+    )
+    return ImagePlan(
+        num_pages, page_bytes, itemsize, blocks, present, sum(sizes), extras, vectors, matrices
+    )
+
+
+def matrix_rows(width: int, page_bytes: int, itemsize: int) -> int:
+    """Rows of `width` elements in a full block: a power of two, an eighth of a page where it can.
+
+    Raises ValueError when a page cannot hold one row.
+    """
+    size = width * itemsize
+    if size > page_bytes:
+        raise ValueError(f"a page of {page_bytes} bytes cannot hold a row of {size} bytes")
+    return 1 << (max(page_bytes // 8 // size, 1).bit_length() - 1)
+
+
+def _cut_matrices(
+    extras: Extras, page_bytes: int, itemsize: int
+) -> Iterator[tuple[MatrixName, int, int, int]]:
+    """(name, first row, rows, row length) of every block, in canonical order."""
+    for name, num_rows, width in sorted(extras.matrices, key=lambda m: MATRICES.index(m[0])):
+        step = matrix_rows(width, page_bytes, itemsize)
+        for start in range(0, num_rows, step):
+            yield name, start, min(step, num_rows - start), width
 
 
 def _cut_vectors(

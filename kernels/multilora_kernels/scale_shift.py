@@ -70,7 +70,7 @@ def scale_shift(
     group: str,
 ) -> None:
     """Apply the adapters' vectors of one projection group of one layer to `y`, in place."""
-    if not segments.has_vectors(table):
+    if not segments.has_extras(table):
         return
     modules = GROUPS[group]
     d_outs = tuple(table.shapes[module][1] for module in modules)

@@ -54,11 +54,11 @@ class Segments:
         self._lists: dict[bool, WorkLists] = {}  # decode and prefill
         # What the lists were last written for; None before that.
         self._written: tuple[int, bytes, int] | None = None
-        # Slot of every row, int32 [max_tokens]: written for steps that have vectors.
+        # Slot of every row, int32 [max_tokens]: written for steps with extras.
         self.row_slots = torch.zeros(max_tokens, dtype=torch.int32, device=self.device)
         self._slots = np.empty(0, dtype=np.int32)
         self._staging = Staging(self.device)
-        self._has_vectors: bool | None = None  # None until the step is known and asked about
+        self._has_extras: bool | None = None  # None until the step is known and asked about
         self._is_capture = False  # launch even where no row has an adapter
         self._is_sized_for_capture = False  # until the lists are written anew
 
@@ -77,16 +77,17 @@ class Segments:
         """Whether any row has one; if not, `add_lora` launches nothing."""
         return self._is_capture or len(self.seg_slots) > 0
 
-    def has_vectors(self, table: AdapterTable) -> bool:
-        """Whether any row's adapter has vectors; if not, `scale_shift` launches nothing.
+    def has_extras(self, table: AdapterTable) -> bool:
+        """Whether any row's adapter has more than factors of projections (`layout.Extras`).
 
-        A step is captured in both ways, and this says which graph replays it.
+        If not, `scale_shift` and `edge_lora` launch nothing. A step is captured in both ways, and
+        this says which graph replays it.
         """
-        if self._has_vectors is None:
-            self._has_vectors = bool(table.has_vectors[self.seg_slots].any())
-            if self._has_vectors:
+        if self._has_extras is None:
+            self._has_extras = bool(table.has_extras[self.seg_slots].any())
+            if self._has_extras:
                 self._staging.upload(self.row_slots[: self.num_tokens], self._slots)
-        return self._has_vectors
+        return self._has_extras
 
     def build(self, slots: Slots) -> None:
         """Group the rows of a step; `slots` holds the slot of every row, 0 for the base."""
@@ -106,10 +107,10 @@ class Segments:
         self.seg_slots = by_slot[starts]
         self._rows = []
         self._slots = array
-        self._has_vectors = None
+        self._has_extras = None
         if self._table is not None:
             self._write(self._table)
-            self.has_vectors(self._table)
+            self.has_extras(self._table)
 
     def _is_current(self, slots: npt.NDArray[np.int32]) -> bool:
         """Whether the lists say just this already: most decode steps have the rows of the last."""
@@ -139,7 +140,7 @@ class Segments:
         rank: int = 16,
         slots: Slots | None = None,
         *,
-        vectors: bool = False,
+        extras: bool = False,
     ) -> None:
         """Size launches for `num_tokens` rows of distinct adapters of `rank`, whatever is listed.
 
@@ -147,14 +148,14 @@ class Segments:
         Replays with more work are walked in turns, those with less leave early: a step of rank 64
         through launches sized for rank 16 takes four turns, so give the highest rank in common
         use. `slots` are the rows that the captured step itself works on; default: the base alone.
-        `vectors`: capture `scale_shift` too; without it the graph is for steps that have none.
+        `extras`: capture what serves them too; without it the graph is for steps that have none.
         """
         assert is_decode(num_tokens) and num_tokens <= self.max_tokens
         self.build(np.zeros(num_tokens, dtype=np.int32) if slots is None else slots)
         self.lists(table).expect(num_tokens, rank)
         self._is_capture = self._is_sized_for_capture = True
-        self._has_vectors = vectors
-        if vectors:
+        self._has_extras = extras
+        if extras:
             self._staging.upload(self.row_slots[:num_tokens], self._slots)
 
     def lists(self, table: AdapterTable) -> WorkLists:

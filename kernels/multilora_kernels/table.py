@@ -25,6 +25,7 @@ import torch
 from multilora_kernels.layout import (
     MAX_RANK,
     MODULES,
+    NO_EXTRAS,
     TILE_RANKS,
     VECTOR_ITEMSIZE,
     Block,
@@ -34,6 +35,7 @@ from multilora_kernels.layout import (
     chunk_length,
     vector_chunk,
 )
+from multilora_kernels.matrix_table import MatrixTable
 from multilora_kernels.staging import Staging
 
 _ABSENT = -1
@@ -126,7 +128,9 @@ class AdapterTable:
         self.vector_cells = torch.full(
             (num_slots, len(MODULES)), _ABSENT, dtype=torch.int32, device=self.device
         )
-        self.has_vectors = np.zeros(num_slots, dtype=np.bool_)
+        # The embedding's and the head's matrices of all slots.
+        self.matrices = MatrixTable(num_slots, max_blocks, self.device)
+        self.has_extras = np.zeros(num_slots, dtype=np.bool_)
         self._vectors_changed = False
         self._slots: dict[int, _Slot] = {}
         self._free: list[int] = []
@@ -136,7 +140,7 @@ class AdapterTable:
     @property
     def nbytes(self) -> int:
         """Device bytes of the table."""
-        return self._entries.nbytes + self.vector_cells.nbytes
+        return self._entries.nbytes + self.vector_cells.nbytes + self.matrices.nbytes
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -157,7 +161,8 @@ class AdapterTable:
     def can_hold(self, plan: ImagePlan) -> bool:
         """Whether the cells for `plan` are free."""
         self.settle(plan.page_bytes, plan.itemsize)
-        return sum(plan.tiles.values()) + len(plan.vector_modules) <= len(self._free)
+        needed = sum(plan.tiles.values()) + len(plan.vector_modules)
+        return needed <= len(self._free) and self.matrices.can_hold(plan)
 
     def set(self, slot: int, plan: ImagePlan, pages: Sequence[int]) -> None:
         """Let `slot` stand for the image laid out by `plan`; pages[i] holds image page i."""
@@ -180,11 +185,12 @@ class AdapterTable:
             position += count
         for module, cell in zip(with_vectors, taken[position:], strict=True):
             self._vector_cells[slot, MODULES.index(module)] = cell
-        self.has_vectors[slot] = bool(with_vectors)
+        self.has_extras[slot] = plan.extras != NO_EXTRAS
         self._vectors_changed |= bool(with_vectors)
         cells = np.array(taken, dtype=np.int32)
         self._slots[slot] = _Slot(plan, tuple(pages), cells)
         self._write_entries(slot, plan, pages)
+        self.matrices.set(slot, plan, pages)
         self._touch(cells)
 
     def clear(self, slot: int) -> None:
@@ -194,9 +200,10 @@ class AdapterTable:
             return
         self.tiles[slot] = 0
         self.cells[slot] = _ABSENT
-        self._vectors_changed |= bool(self.has_vectors[slot])
+        self._vectors_changed |= bool((self._vector_cells[slot] != _ABSENT).any())
         self._vector_cells[slot] = _ABSENT
-        self.has_vectors[slot] = False
+        self.has_extras[slot] = False
+        self.matrices.clear(slot)
         self._offsets_cpu[:, record.cells] = _ABSENT
         self._free.extend(record.cells.tolist())
         self._touch(record.cells)
@@ -206,6 +213,7 @@ class AdapterTable:
         if self._vectors_changed:
             self._staging.upload(self.vector_cells, self._vector_cells)
             self._vectors_changed = False
+        self.matrices.flush()
         if not self._dirty:
             return
         cells = np.array(sorted(self._dirty), dtype=np.int64)

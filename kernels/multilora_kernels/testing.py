@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from multilora_kernels.layout import NO_EXTRAS, Extras, ImagePlan, VectorKind, plan_image
+from multilora_kernels.layout import (
+    NO_EXTRAS,
+    Extras,
+    ImagePlan,
+    MatrixName,
+    VectorKind,
+    plan_image,
+)
 from multilora_kernels.popularity import make_slots
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
@@ -60,6 +67,27 @@ def random_vectors(extras: Extras, shapes: Mapping[str, tuple[int, int]], seed: 
     }
 
 
+def random_matrices(
+    extras: Extras, dtype: torch.dtype, seed: int
+) -> dict[MatrixName, torch.Tensor]:
+    """A matrix [rows, row length] by name, rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: (torch.randn(rows, length, generator=generator) / length**0.5).to(dtype)
+        for name, rows, length in sorted(extras.matrices)
+    }
+
+
+def fill_matrices(
+    plan: ImagePlan, matrices: Mapping[MatrixName, torch.Tensor], image: torch.Tensor
+) -> None:
+    """Write `matrices` into the pages of an image, where `plan` has them."""
+    for block in plan.matrices:
+        rows = matrices[block.name][block.start : block.start + block.num_rows]
+        raw = rows.reshape(-1).view(torch.uint8)
+        image[block.page, block.offset : block.offset + len(raw)] = raw
+
+
 def fill_vectors(plan: ImagePlan, vectors: Vectors, image: torch.Tensor) -> None:
     """Write `vectors` into the pages of an image, where `plan` has them."""
     for block in plan.vectors:
@@ -95,6 +123,7 @@ class Fleet:
     weights: tuple[Weights, ...]
     shapes: Mapping[str, tuple[int, int]]
     vectors: tuple[Vectors, ...] = ()
+    matrices: tuple[Mapping[MatrixName, torch.Tensor], ...] = ()
 
 
 def make_fleet(
@@ -119,18 +148,23 @@ def make_fleet(
     pool = torch.full((num_pages, page_bytes), 255, dtype=torch.uint8)
     order = np.random.Generator(np.random.PCG64(seed)).permutation(num_pages).tolist()
     # Vectors of a module take one cell, as wide as the widest tile, however few their pieces are.
-    max_blocks = sum(len(plan.blocks) + 16 * len(plan.vectors) for plan in plans)
+    max_blocks = sum(
+        len(plan.blocks) + 16 * len(plan.vectors) + len(plan.matrices) for plan in plans
+    )
     table = AdapterTable(len(plans) + 1, num_layers, shapes, max_blocks, device)
     weights: list[Weights] = []
     vectors: list[Vectors] = []
+    matrices: list[dict[MatrixName, torch.Tensor]] = []
     for index, (entry, plan) in enumerate(zip(ranks, plans, strict=True)):
         pages = [order.pop() for _ in range(plan.num_pages)]
         made = random_weights(entry, shapes, dtype, seed * 1000 + index)
         vectors.append(random_vectors(plan.extras, shapes, seed * 1000 + index))
         image = fill_image(plan, made, dtype)
         fill_vectors(plan, vectors[-1], image)
+        matrices.append(random_matrices(plan.extras, dtype, seed * 1000 + index))
+        fill_matrices(plan, matrices[-1], image)
         pool[pages] = image
         table.set(index + 1, plan, pages)
         weights.append(made)
     table.flush()
-    return Fleet(pool.to(device), table, tuple(weights), shapes, tuple(vectors))
+    return Fleet(pool.to(device), table, tuple(weights), shapes, tuple(vectors), tuple(matrices))

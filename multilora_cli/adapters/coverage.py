@@ -15,26 +15,27 @@ from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.tensor_names import (
     BLOCKS,
+    EDGES,
     EXAMPLE,
     FUSED,
+    EdgeName,
     Part,
     TensorName,
     module_path,
+    parse_edge_name,
     parse_name,
 )
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_cli.units import format_size
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 # What an unknown tensor most likely is, by a part of its name.
 _UNSUPPORTED = (
     ("lora_magnitude_vector", "a DoRA magnitude of a module that is not adapted"),
-    ("lora_embedding_", "LoRA on an embedding"),
     ("trainable_tokens", "trained token rows (trainable_token_indices)"),
-    ("lm_head", "an adapted or saved output head"),
-    ("embed_tokens", "an adapted or saved embedding"),
+    ("lm_head", "an output head that modules_to_save does not name and that is not the base's"),
+    ("embed_tokens", "an embedding that modules_to_save does not name and that is not the base's"),
     ("modules_to_save", "a saved module (modules_to_save)"),
     (".bias", "a trained bias of a module that is not served with one"),
     ("lora_", "LoRA on a module that this base does not have"),
@@ -65,6 +66,14 @@ _Key = tuple[int, str]
 _Parts = dict[_Key, dict[Part, TensorEntry]]
 
 
+class SplitTensors(NamedTuple):
+    """The tensors of one file by where they belong."""
+
+    names: dict[str, TensorName]  # of projections
+    edges: dict[str, EdgeName]  # of the embedding and the head
+    others: tuple[TensorEntry, ...]
+
+
 class Coverage:
     """Binds the tensors of one file to a base; `where` names file or folder in errors."""
 
@@ -78,31 +87,38 @@ class Coverage:
             d_in = self._shapes[members[0]][0]
             self._shapes[fused] = (d_in, sum(self._shapes[m][1] for m in members))
 
-    def split(
-        self, tensors: Mapping[str, TensorEntry]
-    ) -> tuple[dict[str, TensorName], tuple[TensorEntry, ...]]:
-        """LoRA factors with their parsed names, and everything else. Raises AdapterError."""
+    def split(self, tensors: Mapping[str, TensorEntry]) -> SplitTensors:
+        """Tensors by where they belong, with their parsed names. Raises AdapterError."""
         if not tensors:
             self._fail("holds no tensors: an empty save, as ZeRO-3 leaves behind", "empty")
         names: dict[str, TensorName] = {}
+        edges: dict[str, EdgeName] = {}
         others: list[TensorEntry] = []
         for name, entry in tensors.items():
             parsed = parse_name(name)
-            if parsed is None:
-                others.append(entry)
-            else:
+            edge = parse_edge_name(name) if parsed is None else None
+            if parsed is not None:
                 names[name] = parsed
-        self._check_modules_to_save(others)
-        if not names:
+            elif edge is not None and (edge.part != "weight" or self._is_saved(edge.module)):
+                edges[name] = edge
+            else:
+                others.append(entry)
+        if not names and not edges:
             lead = f"none of {len(others):,} tensors belongs to this base; the first is "
             raise self._unknown(others[0].name, lead)
-        return names, tuple(others)
+        return SplitTensors(names, edges, tuple(others))
+
+    def _is_saved(self, module: str) -> bool:
+        """Whether a whole matrix under the module's own name replaces the base's."""
+        saved = {name.rpartition(".")[2] for name in self._config.modules_to_save}
+        is_tied = self._config.ensure_weight_tying and self._geometry.tie_word_embeddings
+        return module in saved or (is_tied and not saved.isdisjoint(EDGES))
 
     def bind(
         self, names: Mapping[str, TensorName], tensors: Mapping[str, TensorEntry], max_rank: int
     ) -> BoundTensors:
         """What every adapted (layer, module) has. Raises AdapterError."""
-        prefix = self._check_forms(names)
+        prefix = self._check_forms(names) if names else "model."
         parts: _Parts = {}
         for name, parsed in names.items():
             parts.setdefault((parsed.layer, parsed.module), {})[parsed.part] = tensors[name]
@@ -156,17 +172,6 @@ class Coverage:
 
     def _fail(self, message: str, reason: str, field: str = "") -> NoReturn:
         raise AdapterError(f"{self._where}: {message}", reason=reason, field=field)
-
-    def _check_modules_to_save(self, others: list[TensorEntry]) -> None:
-        saved = self._config.modules_to_save
-        if saved:
-            size = format_size(sum(entry.nbytes for entry in others))
-            self._fail(
-                f"modules_to_save: found {quoted(list(saved))} ({size} of whole layers): replacing"
-                " base layers is not supported",
-                "unsupported",
-                "modules_to_save",
-            )
 
     def _check_forms(self, names: Mapping[str, TensorName]) -> str:
         """All names share one prefix and one adapter segment; gives the prefix of module paths."""
@@ -372,13 +377,6 @@ class Coverage:
     ) -> None:
         """The modules with tensors are exactly those that the config targets."""
         targets = self._config.targets
-        for path in ("lm_head", f"{prefix}embed_tokens"):
-            if targets(path):
-                self._fail(
-                    f"target_modules: {path}: LoRA on embeddings and output head is not supported",
-                    "unsupported",
-                    "target_modules",
-                )
         for (layer, module), found in adapted.items():
             path = module_path(prefix, layer, module)
             if not targets(path):
@@ -413,6 +411,7 @@ class Coverage:
             ("alpha_pattern", config.alpha_pattern),
         ):
             for key in keys:
-                paths = (module_path(prefix, *module) for module in adapted)
+                paths = ["lm_head", "model.embed_tokens"]
+                paths += (module_path(prefix, *module) for module in adapted)
                 if not any(matches_key(key, path) for path in paths):
                     yield field, key

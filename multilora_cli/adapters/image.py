@@ -22,7 +22,7 @@ from multilora_cli.adapters.safetensors_header import (
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.vectors import BaseRows, vectors_of
 from multilora_cli.errors import AdapterError
-from multilora_kernels.layout import Block, ImagePlan, VectorKind
+from multilora_kernels.layout import Block, ImagePlan, MatrixName, VectorKind
 
 _FILE_DTYPES = {
     "F64": torch.float64,
@@ -30,6 +30,8 @@ _FILE_DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+# Saved matrices are searched for the value that is not finite a few rows at a time.
+_SEARCH_BYTES = 8 * 2**20
 # Unsigned integer of the same width, and the exponent bits that are all set in NaN and infinity.
 _EXPONENTS = {
     torch.bfloat16: (np.uint16, 0x7F80),
@@ -78,6 +80,9 @@ def build_image(
             lora_b = reader.read(weights.lora_b)
             all_zero = all_zero and not lora_b.any()
             _place_b(blocks[layer, module, "b"], lora_b, weights.scaling, dtype, out)
+        if plan.matrices:
+            all_zero = all_zero and not adapter.edges.saved
+            all_zero = _fill_matrices(adapter, plan, reader, dtype, out) and all_zero
         if check_values and not _all_finite(out, dtype):
             raise _not_finite(adapter, reader, dtype)
         if plan.vectors:
@@ -166,6 +171,16 @@ class _Reader:
             raise AdapterError(error.message, reason=error.reason, field=entry.name) from None
         self._from = entry.file
 
+    def read_rows(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        """Rows of a matrix in its own dtype; valid until the next read."""
+        row_bytes = entry.nbytes // entry.shape[0]
+        part = entry._replace(
+            shape=(stop - start, *entry.shape[1:]),
+            offset=entry.offset + start * row_bytes,
+            nbytes=(stop - start) * row_bytes,
+        )
+        return self.read(part)
+
 
 def _in_file_order(adapter: AdapterFile) -> Iterator[tuple[int, str, ModuleWeights]]:
     """Sequential reads: a cold disk then reads ahead."""
@@ -246,6 +261,31 @@ def _place_b(
             view[:, real:] = 0
 
 
+def _fill_matrices(
+    adapter: AdapterFile, plan: ImagePlan, reader: _Reader, dtype: torch.dtype, out: torch.Tensor
+) -> bool:
+    """Factors and whole matrices of embedding and head; gives whether every B is zero."""
+    values: dict[MatrixName, torch.Tensor] = {}
+    all_zero = True
+    if (embedding := adapter.edges.lora.get("embed_tokens")) is not None:
+        values["embed_tokens.a"] = reader.read(embedding.lora_a).T.to(dtype, copy=True)
+        values["embed_tokens.b"] = _scaled(reader.read(embedding.lora_b), embedding.scaling, dtype)
+        all_zero = not values["embed_tokens.b"].any()
+    if (head := adapter.edges.lora.get("lm_head")) is not None:
+        values["lm_head.a"] = reader.read(head.lora_a).to(dtype, copy=True)
+        values["lm_head.b"] = _scaled(reader.read(head.lora_b), head.scaling, dtype)
+        all_zero = all_zero and not values["lm_head.b"].any()
+    saved = {f"{module}.weight": entry for module, entry in adapter.edges.saved.items()}
+    for block in plan.matrices:
+        stop = block.start + block.num_rows
+        if block.name in values:
+            rows = values[block.name][block.start : stop].contiguous()
+        else:
+            rows = reader.read_rows(saved[block.name], block.start, stop).to(dtype).contiguous()
+        out[block.page, block.offset : block.offset + rows.nbytes] = rows.view(-1).view(torch.uint8)
+    return all_zero
+
+
 def _fill_vectors(
     adapter: AdapterFile, plan: ImagePlan, reader: _Reader, base: BaseRows, out: torch.Tensor
 ) -> None:
@@ -289,25 +329,48 @@ def _all_finite(out: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _not_finite(adapter: AdapterFile, reader: _Reader, dtype: torch.dtype) -> AdapterError:
     """Names the first tensor that holds NaN or infinity, or that `dtype` cannot hold."""
-    for _, _, weights in _in_file_order(adapter):
-        for entry, scaling in ((weights.lora_a, 1.0), (weights.lora_b, weights.scaling)):
-            values = reader.read(entry)
-            nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
-            where = f"{entry.file}: tensor {quoted(entry.name)}: "
-            if nan or inf:
-                return AdapterError(
-                    f"{where}{nan} NaN and {inf} infinite of {values.numel():,} values",
-                    reason="not_finite",
-                    field=entry.name,
-                )
-            over = int((~_scaled(values, scaling, dtype).isfinite()).sum())
-            if over:
-                largest = float(values.abs().max()) * scaling
-                return AdapterError(
-                    f"{where}{over} of {values.numel():,} values overflow {dtype} with scaling"
-                    f" {scaling:g}; the largest is {largest:.3g}, {dtype} holds"
-                    f" {torch.finfo(dtype).max:.3g}",
-                    reason="overflow",
-                    field=entry.name,
-                )
+    for entry, scaling in _scaled_tensors(adapter):
+        rows = max(1, _SEARCH_BYTES // max(entry.nbytes // entry.shape[0], 1))
+        for start in range(0, entry.shape[0], rows):
+            stop = min(start + rows, entry.shape[0])
+            error = _wrong_values(entry, reader.read_rows(entry, start, stop), scaling, dtype)
+            if error is not None:
+                return error
     return AdapterError(f"{adapter.folder}: changed while it was read", reason="changed")
+
+
+def _scaled_tensors(adapter: AdapterFile) -> Iterator[tuple[TensorEntry, float]]:
+    """Every tensor whose values lie in the image, and what they are multiplied by."""
+    for _, _, weights in _in_file_order(adapter):
+        yield weights.lora_a, 1.0
+        yield weights.lora_b, weights.scaling
+    for edge in adapter.edges.lora.values():
+        yield edge.lora_a, 1.0
+        yield edge.lora_b, edge.scaling
+    for entry in adapter.edges.saved.values():
+        yield entry, 1.0
+
+
+def _wrong_values(
+    entry: TensorEntry, values: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> AdapterError | None:
+    """The refusal of values that are not finite, or not in `dtype`."""
+    nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+    where = f"{entry.file}: tensor {quoted(entry.name)}: "
+    if nan or inf:
+        return AdapterError(
+            f"{where}{nan} NaN and {inf} infinite of {values.numel():,} values",
+            reason="not_finite",
+            field=entry.name,
+        )
+    over = int((~_scaled(values, scaling, dtype).isfinite()).sum())
+    if not over:
+        return None
+    largest = float(values.abs().max()) * scaling
+    return AdapterError(
+        f"{where}{over} of {values.numel():,} values overflow {dtype} with scaling"
+        f" {scaling:g}; the largest is {largest:.3g}, {dtype} holds"
+        f" {torch.finfo(dtype).max:.3g}",
+        reason="overflow",
+        field=entry.name,
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_cli.adapters.coverage import BoundTensors, Coverage, ModuleWeights
+from multilora_cli.adapters.edges import EdgeBinder, Edges
 from multilora_cli.adapters.module_pattern import PatternError
 from multilora_cli.adapters.peft_config import (
     CONFIG_BYTES_MAX,
@@ -30,6 +31,7 @@ from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_kernels.layout import NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorKind
 
+NO_EDGES = Edges()
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 
@@ -41,7 +43,8 @@ _CONVERT = (
     " torch.load('adapter_model.bin', map_location='cpu', weights_only=True).items()},"
     " 'adapter_model.safetensors')\""
 )
-_MODULE_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_MODULE_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+                 "embed_tokens", "lm_head")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class AdapterFile:
     notes: tuple[str, ...]
     # Replace the base's own, by (layer, module).
     biases: Mapping[tuple[int, str], TensorEntry] = field(default_factory=dict)
+    edges: Edges = NO_EDGES  # of the embedding and the head
     extras: Extras = NO_EXTRAS  # what its image holds beside the factors
     num_vector_elements: int = 0  # numbers in all vectors of `extras`
 
@@ -77,18 +81,23 @@ class AdapterFile:
     @property
     def max_rank(self) -> int:
         """The largest rank of any module."""
-        return max(weights.rank for weights in self.weights.values())
+        ranks = [weights.rank for weights in self.weights.values()]
+        return max([*ranks, *(weights.rank for weights in self.edges.lora.values())], default=0)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The kinds of projections that are adapted, in the base's order."""
-        present = {module for _, module in self.weights}
+        present: set[str] = {module for _, module in self.weights}
+        present.update(self.edges.lora, self.edges.saved)
         return tuple(module for module in _MODULE_ORDER if module in present)
 
     @property
     def num_weights(self) -> int:
-        """Numbers in all factors."""
-        return sum(w.rank * (w.lora_a.shape[1] + w.lora_b.shape[0]) for w in self.weights.values())
+        """Numbers in all factors, and in whole matrices of embedding and head."""
+        factors = sum(
+            w.rank * (w.lora_a.shape[1] + w.lora_b.shape[0]) for w in self.weights.values()
+        )
+        return factors + sum(rows * length for _, rows, length in self.extras.matrices)
 
     def num_bytes(self, itemsize: int) -> int:
         """What the adapter costs when its factors take `itemsize` bytes each, rounding aside."""
@@ -122,16 +131,18 @@ def read_adapter(
         headers, file_notes = _read_headers(folder)
         tensors = _merged(headers)
         coverage = Coverage(config, geometry, str(folder))
-        names, others = coverage.split(tensors)
-        copies = _check_others(coverage, others, geometry, base_folder)
-        bound = coverage.bind(names, tensors, max_rank)
-    extras, shapes = _extras(bound, geometry), geometry.module_shapes
+        split = coverage.split(tensors)
+        copies = _check_others(coverage, split.others, geometry, base_folder)
+        edges = EdgeBinder(config, geometry, str(folder)).bind(split.edges, tensors, max_rank)
+        bound = coverage.bind(split.names, tensors, max_rank)
+    extras, shapes = _extras(bound, edges, geometry), geometry.module_shapes
     return AdapterFile(
         folder=folder,
         config=config,
         tensors=tensors,
         weights=bound.weights,
         biases=bound.biases,
+        edges=edges,
         extras=extras,
         num_vector_elements=sum(shapes[module][1] for _, module, _ in extras.vectors),
         files=(identity, *(header.identity for header in headers)),
@@ -244,7 +255,7 @@ def _merged(headers: tuple[SafetensorsHeader, ...]) -> Mapping[str, TensorEntry]
     return {name: entry for header in headers for name, entry in header.tensors.items()}
 
 
-def _extras(bound: BoundTensors, geometry: ModelGeometry) -> Extras:
+def _extras(bound: BoundTensors, edges: Edges, geometry: ModelGeometry) -> Extras:
     """The vectors that the tensors come down to: y = scale * (W x + b + B A x) + shift.
 
     DoRA scales W x + B A x but not the base's bias, so where there is one a shift sets it right.
@@ -257,7 +268,7 @@ def _extras(bound: BoundTensors, geometry: ModelGeometry) -> Extras:
                 vectors.add((*key, "shift"))
         if weights.lora_bias is not None:
             vectors.add((*key, "shift"))
-    return Extras(frozenset(vectors))
+    return Extras(frozenset(vectors), edges.matrices)
 
 
 def _check_others(

@@ -36,14 +36,15 @@ _BASE_MOVING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _HARMLESS = frozenset(
     {
-        "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode",
+        "auto_mapping", "corda_config", "eva_config", "inference_mode",
         "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights",
         "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
     }
 )  # fmt: skip
 _UNDERSTOOD = frozenset(
     {
-        "alpha_pattern", "base_model_name_or_path", "bias", "exclude_modules", "init_lora_weights",
+        "alpha_pattern", "base_model_name_or_path", "bias", "ensure_weight_tying",
+        "exclude_modules", "init_lora_weights",
         "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save",
         "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
     }
@@ -85,6 +86,7 @@ class AdapterConfig:
     bias: str  # none, all or lora_only
     use_dora: bool
     lora_bias: bool
+    ensure_weight_tying: bool
     modules_to_save: tuple[str, ...]
     base_model_name: str | None
     notes: tuple[str, ...]
@@ -185,6 +187,7 @@ class _Reader:
             bias=self._bias(),
             use_dora=self._flag("use_dora"),
             lora_bias=self._flag("lora_bias"),
+            ensure_weight_tying=self._flag("ensure_weight_tying"),
             modules_to_save=tuple(self._names("modules_to_save")),
             base_model_name=self._base_model_name(),
             notes=tuple(self._notes),

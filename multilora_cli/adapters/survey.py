@@ -39,7 +39,7 @@ from multilora_cli.adapters.safetensors_header import (
 )
 from multilora_cli.adapters.strict_json import JsonError, parse_json
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_kernels.layout import NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorKind
+from multilora_kernels.layout import VECTOR_ITEMSIZE, Extras, MatrixName, VectorKind
 
 _FORMAT = 2  # grows when the file below changes, or what adapters are checked for
 _METADATA = re.compile(rb'\{"__metadata__":(\{[^{}\\]*\}),(?=")')
@@ -51,7 +51,9 @@ class Shape(msgspec.Struct, frozen=True):
 
     ranks_by_module: dict[str, list[int]]  # true rank in every layer, 0 where it is not adapted
     vectors: tuple[tuple[int, str, VectorKind], ...]  # layer, module and kind, in order
-    num_weights: int  # numbers in all factors
+    matrices: tuple[tuple[MatrixName, int, int], ...]  # name, rows and row length, in order
+    max_rank: int  # of any module
+    num_weights: int  # numbers in all factors and matrices
     num_vector_elements: int  # numbers in all vectors
     base_model_name: str | None
     notes: tuple[str, ...]
@@ -69,16 +71,11 @@ class Shape(msgspec.Struct, frozen=True):
     @property
     def extras(self) -> Extras:
         """What its image holds beside the factors."""
-        return Extras(frozenset(self.vectors)) if self.vectors else NO_EXTRAS
+        return Extras(frozenset(self.vectors), frozenset(self.matrices))
 
     def num_bytes(self, itemsize: int) -> int:
         """As `AdapterFile.num_bytes`."""
         return self.num_weights * itemsize + self.num_vector_elements * VECTOR_ITEMSIZE
-
-    @property
-    def max_rank(self) -> int:
-        """The largest rank of any module."""
-        return max(max(ranks) for ranks in self.ranks_by_module.values())
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -87,8 +84,10 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def num_bound(self) -> int:
-        """Adapted (layer, module) pairs."""
-        return sum(rank > 0 for ranks in self.ranks_by_module.values() for rank in ranks)
+        """Adapted (layer, module) pairs, and embedding and head where they are."""
+        edges = {name.partition(".")[0] for name, _, _ in self.matrices}
+        pairs = sum(rank > 0 for ranks in self.ranks_by_module.values() for rank in ranks)
+        return pairs + len(edges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +269,15 @@ def _survey_of(adapter: AdapterFile) -> Survey:
 
 def _shape_of(adapter: AdapterFile) -> Shape:
     ranks: Mapping[tuple[int, str], int] = adapter.ranks
-    num_layers = 1 + max(layer for layer, _ in ranks)
+    num_layers = 1 + max((layer for layer, _ in ranks), default=-1)
     return Shape(
         ranks_by_module={
             module: [ranks.get((layer, module), 0) for layer in range(num_layers)]
             for module in adapter.modules
         },
         vectors=tuple(sorted(adapter.extras.vectors)),
+        matrices=tuple(sorted(adapter.extras.matrices)),
+        max_rank=adapter.max_rank,
         num_weights=adapter.num_weights,
         num_vector_elements=adapter.num_vector_elements,
         base_model_name=adapter.base_model_name,

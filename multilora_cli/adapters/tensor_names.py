@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-Part = Literal["A", "B", "lora_bias", "magnitude", "bias"]
+Part = Literal["A", "B", "lora_bias", "magnitude", "bias", "weight"]
+EdgeModule = Literal["embed_tokens", "lm_head"]
+EDGES: tuple[EdgeModule, ...] = ("embed_tokens", "lm_head")
 
 EXAMPLE = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 _ADAPTER = r"(?:\.(?P<{}>(?!weight$|bias$)[^.]+))?"
@@ -16,6 +18,14 @@ _NAME = re.compile(
     r"|(?P<lora_bias>lora_B)" + _ADAPTER.format("of_bias") + r"\.bias"
     r"|(?P<magnitude>lora_magnitude_vector)" + _ADAPTER.format("of_magnitude") + r"(?:\.weight)?"
     r"|(?P<bias>(?:base_layer\.)?bias))"
+)
+_EDGE = re.compile(
+    r"(?:(?:base_model|model|language_model|module|_orig_mod|_fsdp_wrapped_module)\.)*"
+    r"(?P<module>embed_tokens|lm_head)\."
+    r"(?:lora_(?:embedding_)?(?P<matrix>[AB])" + _ADAPTER.format("of_matrix") + r"(?:\.weight)?"
+    r"|(?P<lora_bias>lora_B)" + _ADAPTER.format("of_bias") + r"\.bias"
+    r"|(?P<magnitude>lora_magnitude_vector)" + _ADAPTER.format("of_magnitude") + r"(?:\.weight)?"
+    r"|(?:modules_to_save\.(?:[^.]+\.)?)?(?P<weight>weight))"
 )
 BLOCKS: Mapping[str, str] = {
     "q_proj": "self_attn",
@@ -77,3 +87,31 @@ def parse_name(name: str) -> TensorName | None:
         part = "bias"
     adapter = match["of_matrix"] or match["of_bias"] or match["of_magnitude"] or ""
     return TensorName(match["prefix"], int(match["layer"]), match["module"], part, adapter)
+
+
+class EdgeName(NamedTuple):
+    """The name of a tensor of the embedding or the head, taken apart."""
+
+    module: EdgeModule
+    part: Part  # weight: a whole matrix in place of the base's
+    adapter: str
+
+
+@lru_cache(maxsize=1024)
+def parse_edge_name(name: str) -> EdgeName | None:
+    """The parts of `name`; None where it is no adapter of embedding or head."""
+    match = _EDGE.fullmatch(name)
+    if match is None:
+        return None
+    module: EdgeModule = "lm_head" if match["module"] == "lm_head" else "embed_tokens"
+    part: Part
+    if match["matrix"]:
+        part = "A" if match["matrix"] == "A" else "B"
+        if ("lora_embedding_" in name) != (module == "embed_tokens"):
+            return None
+    elif match["weight"]:
+        part = "weight"
+    else:
+        part = "lora_bias" if match["lora_bias"] else "magnitude"
+    adapter = match["of_matrix"] or match["of_bias"] or match["of_magnitude"] or ""
+    return EdgeName(module, part, adapter)

@@ -4,6 +4,7 @@ Everything travels in one copy, as int32. Tokens that the step before sampled ar
 a row names the place of its token among `sampled`, and the device looks it up.
 """
 
+from collections.abc import Sequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from multilora_cli.engine.batch_plan import ScheduledRow
-from multilora_cli.layers.context import StepContext
+from multilora_cli.layers.context import RowAdapters, StepContext
 from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_kernels.paged_attention import AttentionBatch
@@ -21,6 +22,9 @@ from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 
 Ints = npt.NDArray[np.int32]
+
+# Logits of prompt tokens are taken in slices: 256 rows of a vocabulary of 128k are 134 MB.
+PROMPT_ROWS = 256
 
 _ALIGNED = 4  # int32: kernels are compiled for pointers and strides at multiples of 16 bytes
 _TABLE_COLUMNS = 16  # page tables grow in these steps, so that few shapes exist
@@ -55,6 +59,8 @@ class BatchBuilder:
         self.segments = segments
         self.sampled = sampled
         self.kv_dtype = kv_dtype
+        # Logits are taken of a few rows, in an order of their own.
+        self._head_segments = Segments(max(len(sampled), PROMPT_ROWS), pool.device)
         self._staging = Staging(pool.device)
         self._upload = torch.empty(0, dtype=torch.int32, device=pool.device)
 
@@ -95,6 +101,13 @@ class BatchBuilder:
             kv_dtype=self.kv_dtype,
         )
         return StepTensors(token_ids_there.long(), positions_there.long(), context, ends - 1)
+
+    def head_adapters(self, slots: Sequence[int]) -> RowAdapters | None:
+        """The adapters of rows that logits are taken of; `slots` holds each row's slot."""
+        if not self.table.has_extras[list(slots)].any():
+            return None
+        self._head_segments.build(slots)
+        return RowAdapters(self.pool, self.table, self._head_segments)
 
     def _to_device(self, *arrays: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """The arrays flat, int32, each at an aligned address, in one copy in stream order."""

@@ -102,13 +102,14 @@ class DecodeGraphs:
         """Whether these rows are a step that was captured: one token each, and not too many.
 
         Log-probabilities of a prompt are taken from hidden states, which a graph does not keep.
-        Steps in which an adapter has vectors (DoRA, trained biases) are launched eagerly.
+        Steps in which an adapter has more than factors (DoRA, biases, embedding or head) are
+        launched eagerly.
         """
-        vectors = self._builder.table.has_vectors
+        extras = self._builder.table.has_extras
         return (
             len(rows) <= self._row_counts[-1]
             and rows[-1].length == 1
-            and not any(vectors[row.sequence.slot] for row in rows)
+            and not any(extras[row.sequence.slot] for row in rows)
             and not any(row.sequence.wants_prompt_logprobs for row in rows)
         )
 
@@ -172,7 +173,7 @@ class DecodeGraphs:
         )
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
-        logits = self._decoder.logits(hidden, self._logits[:rows])
+        logits = self._decoder.logits(hidden, context.adapters, self._logits[:rows])
         best = greedy(logits)
         self._tokens[:rows] = best.token_ids
         self._finite[:rows] = best.finite

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from multilora_cli.engine.batch import BatchBuilder
+from multilora_cli.engine.batch import PROMPT_ROWS, BatchBuilder
 from multilora_cli.engine.batch_plan import RowResult, Sampled, ScheduledBatch, ScheduledRow
 from multilora_cli.engine.decode_graphs import DecodeGraphs
 from multilora_cli.engine.failpoints import Failpoints
@@ -34,9 +34,6 @@ from multilora_cli.layers.sampler import (
 from multilora_cli.models.decoder import Decoder
 
 _log = logging.getLogger(__name__)
-
-# Logits of prompt tokens are taken in slices: 256 rows of a vocabulary of 128k are 134 MB.
-_PROMPT_ROWS = 256
 
 
 class _Draw(NamedTuple):
@@ -186,7 +183,9 @@ class ModelRunner:
         draws = _draws(placed, last_rows)
         tokens, logprobs = None, None
         if draws:
-            logits = self._decoder.logits(hidden[self._on_device([d.token_row for d in draws])])
+            adapters = self._builder.head_adapters([draw.sequence.slot for draw in draws])
+            wanted = self._on_device([draw.token_row for draw in draws])
+            logits = self._decoder.logits(hidden[wanted], adapters)
             tokens, logprobs = self._sample(logits, draws, self._sampling(draws))
         prompts = {
             index: self._prompt_logprobs(row, hidden, last)
@@ -250,9 +249,11 @@ class ModelRunner:
         count = min(row.start + row.length, sequence.prompt_len - 1) - row.start
         first = last - row.length + 1
         found = _PromptLogprobs(wanted)
-        for offset in range(0, max(count, 0), _PROMPT_ROWS):
-            size = min(_PROMPT_ROWS, count - offset)
-            logits = self._decoder.logits(hidden[first + offset : first + offset + size])
+        for offset in range(0, max(count, 0), PROMPT_ROWS):
+            size = min(PROMPT_ROWS, count - offset)
+            adapters = self._builder.head_adapters([sequence.slot] * size)
+            rows = hidden[first + offset : first + offset + size]
+            logits = self._decoder.logits(rows, adapters)
             if self.on_prompt_logits is not None:
                 self.on_prompt_logits(sequence.request_id, row.start + offset, logits)
             start = row.start + offset + 1

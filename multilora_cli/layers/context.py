@@ -10,6 +10,15 @@ from multilora_kernels.table import AdapterTable
 
 
 @dataclass(frozen=True)
+class RowAdapters:
+    """Which adapter each row of some tensor uses, and where the adapters lie."""
+
+    pool: torch.Tensor  # uint8 [num_pages, page_bytes]
+    table: AdapterTable
+    segments: Segments
+
+
+@dataclass(frozen=True)
 class StepContext:
     """The pool, where this step's keys and values go, and which adapter each token row uses."""
 
@@ -19,3 +28,10 @@ class StepContext:
     table: AdapterTable | None = None  # None with segments None: no adapter in this step
     segments: Segments | None = None
     kv_dtype: torch.dtype | None = None  # how the pool holds K and V; None: in the compute dtype
+
+    @property
+    def adapters(self) -> RowAdapters | None:
+        """The adapters of all token rows; None: no adapter in this step."""
+        if self.table is None or self.segments is None:
+            return None
+        return RowAdapters(self.pool, self.table, self.segments)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from multilora_cli.layers.attention import Attention, HeadShape
-from multilora_cli.layers.context import StepContext
+from multilora_cli.layers.context import RowAdapters, StepContext
 from multilora_cli.layers.embedding import Embedding, Head
 from multilora_cli.layers.linear import DenseWeight, LoraLinear, Weight
 from multilora_cli.layers.norm import RMSNorm
@@ -112,17 +112,25 @@ class Decoder:
         K and V of the tokens are written to the pool at ctx.slot_mapping.
         """
         tables = self.rotary.tables(positions)
-        x = self.embedding(token_ids)
+        x = self.embedding(token_ids, ctx.adapters)
         residual = torch.zeros_like(x)
         for layer in self.layers:
             x = layer(x, residual, tables, ctx)
         return self.norm(x, residual).x
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [R, hidden] of the rows that are asked for; returns float32 [R, vocab], in `out`
-        where it is given."""
-        return self.head(hidden, out)
+    def logits(
+        self,
+        hidden: torch.Tensor,
+        adapters: RowAdapters | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden [R, hidden] of the rows that are asked for; returns float32 [R, vocab].
+
+        `adapters` are those of these R rows; None: all of them are the base's. The result is
+        written to `out` where it is given.
+        """
+        return self.head(hidden, adapters, out)
 
     def _layer(self, index: int) -> DecoderLayer:
         geometry, prefix = self.geometry, f"model.layers.{index}."

@@ -8,7 +8,7 @@ from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import NONE, Quantization
 from multilora_cli.units import format_size
-from multilora_kernels.layout import GROUPS, MODULES, TOKENS_PER_PAGE
+from multilora_kernels.layout import GROUPS, MATRICES, MODULES, TOKENS_PER_PAGE
 
 # Adapters loaded at run time find room in the table up to this many beside the fleet's own.
 _SPARE_SLOTS = 64
@@ -26,6 +26,8 @@ _GRAPH_RANKS = (16, 64)
 # What the driver keeps of a captured step: its nodes, and what launching it again needs.
 GRAPH_BYTES_PER_LAYER = 64 * 1024
 GRAPH_BYTES = 2**20
+
+_MATRIX_FIELDS = 4  # per slot and matrix of embedding or head (multilora_kernels.matrix_table)
 
 # The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
 # modules share one cell size (multilora_kernels.table).
@@ -203,7 +205,8 @@ def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int
     """Bytes of an adapter table for `num_slots` slots and `max_blocks` blocks."""
     smallest = geometry.num_layers * len(MODULES) * num_slots
     vector_cells = num_slots * len(MODULES) * 4
-    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest) + vector_cells
+    matrices = num_slots * len(MATRICES) * _MATRIX_FIELDS * 4 + 8 * max_blocks
+    return TABLE_BYTES_PER_BLOCK * (max_blocks + smallest) + vector_cells + matrices
 
 
 def plan_pool(

@@ -84,11 +84,12 @@ def _cost(
     by_module = {(layer, name): rank for layer, name, rank in ranks}
     plan = plan_image(by_module, sizes, page_bytes, itemsize, extras)
     factors = sum(rank * sum(sizes[name]) for _, name, rank in ranks)
+    matrices = sum(rows * length for _, rows, length in extras.matrices)
     vectors = sum(sizes[name][1] for _, name, _ in extras.vectors)
     return AdapterCost(
-        parameters=factors + vectors,
-        weight_bytes=factors * itemsize + vectors * VECTOR_ITEMSIZE,
+        parameters=factors + matrices + vectors,
+        weight_bytes=(factors + matrices) * itemsize + vectors * VECTOR_ITEMSIZE,
         num_pages=plan.num_pages,
         pool_bytes=plan.num_pages * page_bytes,
-        num_blocks=len(plan.blocks) + len(plan.vectors),
+        num_blocks=len(plan.blocks) + len(plan.vectors) + len(plan.matrices),
     )

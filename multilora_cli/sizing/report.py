@@ -46,13 +46,15 @@ class AdapterShape:
     @property
     def max_rank(self) -> int:
         """The largest rank of any module."""
-        return max(self.ranks.values(), default=0)
+        edges = [length for name, _, length in self.extras.matrices if name.endswith(".b")]
+        return max([*self.ranks.values(), *edges], default=0)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The target modules, in the order of a layer."""
         present = {name for _, name in self.ranks}
-        return tuple(name for name in MODULES if name in present)
+        present |= {name.partition(".")[0] for name, _, _ in self.extras.matrices}
+        return tuple(name for name in (*MODULES, "embed_tokens", "lm_head") if name in present)
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,8 @@ def _warnings(
         for adapter in wide:
             shape = shapes[adapter.name]
             narrow = {key: rank for key, rank in shape.ranks.items() if key[1] in ATTENTION}
-            extras = Extras(frozenset(key for key in shape.extras.vectors if key[1] in ATTENTION))
+            vectors = frozenset(key for key in shape.extras.vectors if key[1] in ATTENTION)
+            extras = Extras(vectors, shape.extras.matrices)
             saved += adapter.cost.num_pages - request.cost(narrow, extras).num_pages
         times = total / max(total - saved, 1)
         yield (
@@ -297,10 +300,29 @@ def _warnings(
                     f" {adapter.cost.num_pages} pages ({format_size(adapter.cost.pool_bytes)}),"
                     " and costs the others nothing"
                 )
+    yield from _saved_modules(request)
     bases = {s.base_model for s in request.adapters if s.base_model}
     if len(bases) > 1:
         named = ", ".join(sorted(bases)[:4])
         yield f"the adapters name {len(bases)} different bases: {named}"
+
+
+def _saved_modules(request: PlanRequest) -> Iterator[str]:
+    """Whole matrices in adapters: each is a copy of a part of the base, for one tenant."""
+    for shape in request.adapters:
+        saved = {key for key in shape.extras.matrices if key[0].endswith(".weight")}
+        if not saved:
+            continue
+        whole = request.cost(shape.ranks, shape.extras)
+        rest = request.cost(
+            shape.ranks, replace(shape.extras, matrices=shape.extras.matrices - saved)
+        )
+        names = " and ".join(sorted(name.removesuffix(".weight") for name, _, _ in saved))
+        size = sum(rows * length for _, rows, length in saved) * request.itemsize
+        yield (
+            f"{shape.name}: saves {names} whole, {format_size(size)} (modules_to_save); it takes"
+            f" {whole.num_pages} pages instead of {rest.num_pages}; LoRA on {names} is far smaller"
+        )
 
 
 def _problems(

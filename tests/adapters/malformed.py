@@ -136,7 +136,8 @@ KINDS: dict[str, Kind] = {
         ("model.layers.0.self_attn.o_proj", "declared but has no tensors", "2 modules"),
     ),
     "targets-head": Kind(
-        fields(target_modules=["q_proj", "v_proj", "lm_head"]), ("lm_head", "not supported")
+        fields(target_modules=["q_proj", "v_proj", "lm_head"]),
+        ("target_modules", "lm_head has no tensors"),
     ),
     "targets-string-and-layers": Kind(
         fields(target_modules="all-linear", layers_to_transform=[0]), ("layers_to_transform",)

@@ -166,22 +166,48 @@ def test_a_bias_where_the_base_has_none(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_cfg_13_modules_to_save(base: Path, tmp_path: Path) -> None:
-    """A-CFG-13: a saved head is refused naming the field and its size."""
+    """A-CFG-13: saved head and embedding are served; other modules and strays are refused."""
     folder = peft_adapter(base, tmp_path / "a", modules_to_save=["lm_head"])
-    with pytest.raises(AdapterError, match=r"modules_to_save: found \['lm_head'\] \(75 KiB"):
-        read(folder, base)
-    with pytest.raises(AdapterError, match=r"lm_head\.weight': an adapted or saved output head"):
-        read(edit_config(folder, modules_to_save=None), base)
+    adapter = read(folder, base)
+    assert adapter.extras.matrices == {("lm_head.weight", 300, 64)}
+    assert adapter.modules == ("q_proj", "v_proj", "lm_head")
+    edit_tensors(folder, lambda t: {k: v + 1 if "lm_head" in k else v for k, v in t.items()})
+    with pytest.raises(
+        AdapterError, match=r"lm_head\.weight': an output head that modules_to_save"
+    ):
+        read(edit_config(folder, modules_to_save=None), base, base_folder=base)
+    with pytest.raises(AdapterError, match=r"modules_to_save: embed_tokens is declared but has no"):
+        read(edit_config(folder, modules_to_save=["lm_head", "embed_tokens"]), base)
+    with pytest.raises(AdapterError, match=r"modules_to_save: found 'model\.norm'.*merge it"):
+        read(edit_config(folder, modules_to_save=["lm_head", "model.norm"]), base)
+    edit_config(folder, modules_to_save=["lm_head"])
+    edit_tensors(folder, lambda t: {k: v / 0 if "lm_head" in k else v for k, v in t.items()})
+    adapter = read(folder, base)
+    with pytest.raises(AdapterError, match=r"lm_head\.weight': \d+ NaN and \d+ infinite"):
+        built(adapter, plan_for(adapter, read_geometry(base)))
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_a_cfg_14_tied_head(tmp_path: Path) -> None:
-    """A-CFG-14: LoRA on lm_head is refused by name, tied or not."""
+    """A-CFG-14: LoRA on one end of a tied pair is served; shared by both it is refused by name."""
     base = tiny_base(tmp_path / "base", tokenizer=False, tie_word_embeddings=True)
     folder = peft_adapter(base, tmp_path / "a", target_modules=["lm_head", "q_proj"])
-    with pytest.raises(AdapterError, match="lm_head"):
-        read(folder, base)
+    adapter = read(folder, base, base_folder=base)
+    assert set(adapter.edges.lora) == {"lm_head"} and adapter.max_rank == 8
+    with pytest.raises(AdapterError, match="ensure_weight_tying: one LoRA shared"):
+        read(edit_config(folder, ensure_weight_tying=True), base, base_folder=base)
+    edit_config(folder, ensure_weight_tying=False)
+    with pytest.raises(AdapterError, match="target_modules: lm_head is adapted but left out"):
+        read(edit_config(folder, target_modules=["q_proj"]), base, base_folder=base)
+
+
+def test_a_cfg_14_dora_on_the_head(base: Path, tmp_path: Path) -> None:
+    """Refused with the way out."""
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        folder = peft_adapter(base, tmp_path / "a", target_modules=["lm_head"], use_dora=True)
+    with pytest.raises(AdapterError, match=r"DoRA.*lm_head is not supported; leave"):
+        read(folder, base, base_folder=base)
 
 
 def test_a_cfg_15_grown_vocabulary(base: Path, tmp_path: Path) -> None:

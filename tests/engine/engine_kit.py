@@ -29,7 +29,7 @@ MAX_STEPS = 20_000  # a run that takes more hangs
 
 def adapter_ref(base: Path, folder: Path, name: str, generation: int = 1) -> AdapterRef:
     """The reference the front would send for the adapter in `folder`."""
-    adapter = read_adapter(folder, read_geometry(base), max_rank=512)
+    adapter = read_adapter(folder, read_geometry(base), max_rank=512, base_folder=base)
     return AdapterRef(name, content_digest(adapter), str(folder), generation)
 
 

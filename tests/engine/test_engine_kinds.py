@@ -23,6 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "bias all": {"r": 4, "target_modules": ["q_proj", "o_proj"], "bias": "all"},
     "dora and bias": {**PLAIN, "use_dora": True, "bias": "lora_only"},
     "lora_bias": {**PLAIN, "lora_bias": True},
+    "embedding and head": {"r": 4, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "saved head, dora": {**PLAIN, "use_dora": True, "modules_to_save": ["lm_head"]},
 }
 
 
@@ -68,21 +71,21 @@ def ask_all(rig: Rig, case: Case, order: Sequence[int]) -> None:
 def test_mixed_in_one_batch(case: Case) -> None:
     """All kinds and the base side by side, in prefill pieces and in decode."""
     rig = Rig(case.base, pages=900, page=PAGE, max_num_batched_tokens=64)
-    order = [0, 1, 2, 3, 4, 5]
+    order = list(range(len(KINDS) + 1))
     ask_all(rig, case, order)
     ask_all(rig, case, order[::-1])
 
 
 def test_evicted_and_loaded_again(case: Case) -> None:
     """A pool that holds few of them: pages and slots change owners, the answers do not."""
-    rig = Rig(case.base, pages=260, page=PAGE, num_slots=3)
-    for order in ([1, 2], [4, 0], [3, 5], [2, 4], [1]):
+    rig = Rig(case.base, pages=200, page=PAGE, num_slots=3)
+    for order in ([1, 2], [4, 6], [3, 7], [8, 0], [7, 6], [5, 8], [1]):
         ask_all(rig, case, order)
     assert rig.engine.parts.residency.evictions > 2
 
 
 def test_base_and_adapters_answer_differently(case: Case) -> None:
     """Or the comparison above would show nothing."""
-    for one in range(6):
+    for one in range(len(KINDS) + 1):
         for other in range(one):
             assert (case.reference[one] - case.reference[other]).abs().max() > 0.05, (one, other)

@@ -25,10 +25,10 @@ def test_a_step_without_vectors_is_left_alone() -> None:
     fleet = vector_fleet(torch.float32)
     segments = Segments(3, "cpu")
     segments.build([0, 1, 1])
-    assert not segments.has_vectors(fleet.table)
+    assert not segments.has_extras(fleet.table)
     scale_shift(torch.empty(0), fleet.pool, fleet.table, segments, 0, "qkv")  # not even looked at
     segments.build([0, 1, 3])
-    assert segments.has_vectors(fleet.table)
+    assert segments.has_extras(fleet.table)
 
 
 def test_slots_lose_their_vectors() -> None:
@@ -41,7 +41,7 @@ def test_slots_lose_their_vectors() -> None:
     for slot in range(1, 6):
         table.clear(slot)
     table.flush()
-    assert not table.has_vectors.any() and (table.vector_cells == -1).all()
+    assert not table.has_extras.any() and (table.vector_cells == -1).all()
     assert (table.offsets == -1).all()
     assert len(table._free) == free + sum(cells.values()) + 2 * 7
 
@@ -92,7 +92,7 @@ def test_a_graph_replays_other_rows() -> None:
     fleet = vector_fleet(torch.bfloat16, "cuda")
     segments = Segments(16, "cuda")
     y = torch.randn(8, 80, device="cuda").bfloat16()
-    segments.prepare_capture(fleet.table, 8, vectors=True)
+    segments.prepare_capture(fleet.table, 8, extras=True)
     scale_shift(y, fleet.pool, fleet.table, segments, 0, "qkv")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -101,7 +101,7 @@ def test_a_graph_replays_other_rows() -> None:
         y.copy_(torch.randn(8, 80))
         wanted = y.clone()
         segments.build(slots)
-        assert segments.has_vectors(fleet.table)
+        assert segments.has_extras(fleet.table)
         graph.replay()
         other = Segments(16, "cuda")
         other.build(slots)

@@ -122,7 +122,9 @@ class PagedRunner:
         hidden = self.decoder.forward(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), context
         )
-        logits = self.decoder.logits(hidden).split([count for _, count in ordered])
+        logits = self.decoder.logits(hidden, context.adapters).split(
+            [count for _, count in ordered]
+        )
         back = dict(zip(order, logits, strict=True))
         return [back[i] for i in range(len(work))]
 

@@ -61,6 +61,11 @@ def _randomise(name: str, parameter: torch.Tensor, config: dict[str, Any], size:
     elif name.endswith("bias"):  # of lora_B, or the base's own where it is trained
         if "lora_" in name or config.get("bias", "none") != "none":
             parameter.normal_(0.0, 0.5)
+    elif "modules_to_save" in name:
+        parameter.add_(torch.empty_like(parameter).normal_(0.0, parameter.shape[1] ** -0.5))
+    elif "lora_embedding" in name:
+        scale = size if "_B" in name else 1.0
+        parameter.normal_(0.0, scale * min(parameter.shape) ** -0.5)
     elif "lora_" in name:
         scale = size if "lora_B" in name else 1.0
         parameter.normal_(0.0, scale * parameter.shape[1] ** -0.5)
@@ -80,11 +85,16 @@ def peft_logits(
     return [models[slot](torch.tensor([prompt])).logits[0].float() for slot, prompt in prompts]
 
 
-def load_adapters(runner: PagedRunner, folders: Sequence[Path], max_rank: int = 64) -> None:
+def load_adapters(
+    runner: PagedRunner,
+    folders: Sequence[Path],
+    max_rank: int = 64,
+    base_folder: Path | None = None,
+) -> None:
     """Read the folders as the server does and make them hot in slots 1, 2, 3 ..."""
     decoder = runner.decoder
     for slot, folder in enumerate(folders, start=1):
-        adapter = read_adapter(folder, decoder.geometry, max_rank=max_rank)
+        adapter = read_adapter(folder, decoder.geometry, max_rank=max_rank, base_folder=base_folder)
         plan = plan_image(
             adapter.ranks,
             decoder.geometry.module_shapes,

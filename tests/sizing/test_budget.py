@@ -22,6 +22,7 @@ from multilora_cli.sizing.pages import (
     pages_for_tokens,
     uniform_ranks,
 )
+from multilora_kernels.layout import Extras
 
 
 def llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int):
@@ -146,7 +147,6 @@ def test_attention_partials_are_counted_on_a_card() -> None:
     rows = activation_bytes(LLAMA3_8B, 2, 8192)
     assert workspace == rows + parts + 4 * 256 * 128256 * 4
 
-
 @pytest.mark.parametrize(
     ("max_seqs", "last", "count"),
     [(1, 1, 1), (5, 8, 4), (64, 64, 9), (256, 256, 13), (4096, 512, 15)],
@@ -178,3 +178,18 @@ def test_graphs_cost_by_their_number_and_share_one_pool() -> None:
     plan = plan_pool(LLAMA3_8B, 40 * 2**30, 2, parts)
     assert plan.parts()["graphs"] == one
     assert 0 <= 40 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
+
+
+def test_whole_matrices_vectors_and_factors_of_the_edges_are_counted() -> None:
+    """A saved head of Llama-3-8B: 1,050,673,152 bytes; DoRA: float32 vectors."""
+    page = kv_page_bytes(LLAMA3_8B, 2)
+    ranks = uniform_ranks(LLAMA3_8B, 16, TARGETS["attention"])
+    plain = adapter_cost(LLAMA3_8B, ranks, page, 2)
+    saved = Extras(matrices=frozenset({("lm_head.weight", 128256, 4096)}))
+    head = adapter_cost(LLAMA3_8B, ranks, page, 2, saved)
+    assert head.weight_bytes - plain.weight_bytes == 128256 * 4096 * 2
+    assert head.num_pages - plain.num_pages == 501
+    scales = Extras(frozenset((layer, name, "scale") for layer, name in ranks))
+    dora = adapter_cost(LLAMA3_8B, ranks, page, 2, scales)
+    assert dora.weight_bytes - plain.weight_bytes == 32 * (4096 + 1024 + 1024 + 4096) * 4
+    assert dora.num_pages - plain.num_pages == 1

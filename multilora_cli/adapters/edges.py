@@ -1,0 +1,183 @@
+"""Binds what an adapter has on the embedding and the output head: LoRA or whole matrices."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from multilora_cli.adapters.peft_config import AdapterConfig
+from multilora_cli.adapters.safetensors_header import TensorEntry
+from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.tensor_names import EDGES, EdgeModule, EdgeName, Part
+from multilora_cli.errors import AdapterError
+from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_kernels.layout import MatrixName
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeWeights:
+    """LoRA on the embedding or the head; scaling is alpha / r (or alpha / sqrt(r))."""
+
+    lora_a: TensorEntry  # embedding: [rank, vocab]; head: [rank, hidden]
+    lora_b: TensorEntry  # embedding: [hidden, rank]; head: [vocab, rank]
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Edges:
+    """All that an adapter has outside of the layers, by module."""
+
+    lora: Mapping[EdgeModule, EdgeWeights] = field(default_factory=dict)
+    saved: Mapping[EdgeModule, TensorEntry] = field(default_factory=dict)  # [vocab, hidden]
+
+    @property
+    def matrices(self) -> frozenset[tuple[MatrixName, int, int]]:
+        """Name, rows and row length of every matrix that is served (`layout.MATRICES`)."""
+        found: set[tuple[MatrixName, int, int]] = set()
+        for module, entry in self.saved.items():
+            found.add((f"{module}.weight", *entry.shape))  # type: ignore[arg-type]
+        for module, weights in self.lora.items():
+            rank, columns = weights.lora_a.shape
+            rows = weights.lora_b.shape[0]
+            a = (columns, rank) if module == "embed_tokens" else (rank, columns)
+            found.add((f"{module}.a", *a))  # type: ignore[arg-type]
+            found.add((f"{module}.b", rows, rank))  # type: ignore[arg-type]
+        return frozenset(found)
+
+
+_Parts = Mapping[Part, TensorEntry]
+
+
+class EdgeBinder:
+    """Binds tensors of embedding and head to a base; `where` names file or folder in errors."""
+
+    def __init__(self, config: AdapterConfig, geometry: ModelGeometry, where: str) -> None:
+        self._config = config
+        self._geometry = geometry
+        self._where = where
+
+    def bind(
+        self, names: Mapping[str, EdgeName], tensors: Mapping[str, TensorEntry], max_rank: int
+    ) -> Edges:
+        """What the adapter has on both. Raises AdapterError."""
+        parts: dict[EdgeModule, dict[Part, TensorEntry]] = {}
+        for name, parsed in names.items():
+            found = parts.setdefault(parsed.module, {})
+            if parsed.part in found:
+                self._fail(
+                    f"tensor {quoted(name)}: {parsed.module} has it twice", "duplicate", name
+                )
+            found[parsed.part] = tensors[name]
+        lora: dict[EdgeModule, EdgeWeights] = {}
+        saved: dict[EdgeModule, TensorEntry] = {}
+        for module, found in parts.items():
+            if "weight" in found:
+                saved[module] = self._saved(module, found)
+            else:
+                lora[module] = self._lora(module, found, max_rank)
+        self._check_declared(lora, saved)
+        return Edges(lora, saved)
+
+    def _fail(self, message: str, reason: str, field: str = "") -> NoReturn:
+        raise AdapterError(f"{self._where}: {message}", reason=reason, field=field)
+
+    def _saved(self, module: EdgeModule, found: _Parts) -> TensorEntry:
+        entry = found["weight"]
+        if len(found) > 1:
+            self._fail(
+                f"tensor {quoted(entry.name)}: {module} is saved whole and adapted too",
+                "duplicate",
+                entry.name,
+            )
+        wanted = [self._geometry.vocab_size, self._geometry.hidden_size]
+        if entry.shape[1:] == (wanted[1],) and entry.shape[0] != wanted[0]:
+            self._fail(
+                f"tensor {quoted(entry.name)}: shape {list(entry.shape)}, the base has {wanted}:"
+                " tokens were added in training, which is not supported; serve a base with"
+                " resized embeddings, and the adapter without them",
+                "vocabulary",
+                entry.name,
+            )
+        self._check_shape(entry, wanted)
+        return entry
+
+    def _lora(self, module: EdgeModule, found: _Parts, max_rank: int) -> EdgeWeights:
+        self._check_parts(module, found)
+        a, b = found["A"], found["B"]
+        vocab, hidden = self._geometry.vocab_size, self._geometry.hidden_size
+        d_in, d_out = (vocab, hidden) if module == "embed_tokens" else (hidden, vocab)
+        rank = a.shape[0] if a.shape else 0
+        self._check_shape(a, [rank, d_in])
+        self._check_shape(b, [d_out, rank])
+        path = self._path(module)
+        declared = self._config.rank_of(path)
+        if declared != rank or not 0 < rank <= max_rank:
+            limit = f"the config says {declared}" if declared != rank else f"the limit {max_rank}"
+            self._fail(f"tensor {quoted(a.name)}: rank {rank}, {limit}", "rank", a.name)
+        return EdgeWeights(a, b, rank, self._config.scaling_of(path, rank))
+
+    def _check_parts(self, module: EdgeModule, found: _Parts) -> None:
+        first = next(iter(found.values()))
+        for part, what in (("magnitude", "DoRA (use_dora)"), ("lora_bias", "lora_bias")):
+            if part in found:
+                self._fail(
+                    f"tensor {quoted(first.name)}: {what} on {module} is not supported; leave"
+                    f" {module} out of target_modules",
+                    "unsupported",
+                    first.name,
+                )
+        for part in ("A", "B"):
+            if part not in found:
+                self._fail(
+                    f"tensor {quoted(first.name)}: has no {part} factor beside it",
+                    "unpaired",
+                    first.name,
+                )
+
+    def _check_shape(self, entry: TensorEntry, wanted: list[int]) -> None:
+        if list(entry.shape) != wanted or entry.nbytes == 0:
+            self._fail(
+                f"tensor {quoted(entry.name)}: shape {list(entry.shape)}, the base needs {wanted}",
+                "base_mismatch",
+                entry.name,
+            )
+        if entry.dtype not in ("F64", "F32", "F16", "BF16"):
+            self._fail(
+                f"tensor {quoted(entry.name)}: dtype {entry.dtype}, expected a float",
+                "dtype",
+                entry.name,
+            )
+
+    def _path(self, module: EdgeModule) -> str:
+        return "lm_head" if module == "lm_head" else "model.embed_tokens"
+
+    def _check_declared(
+        self, lora: Mapping[EdgeModule, EdgeWeights], saved: Mapping[EdgeModule, TensorEntry]
+    ) -> None:
+        """What has tensors is what the config names, and the other way round."""
+        for module in EDGES:
+            if self._config.targets(self._path(module)) != (module in lora):
+                what = "is adapted but left out" if module in lora else "has no tensors"
+                self._fail(f"target_modules: {module} {what}", "missing_tensors", "target_modules")
+        if lora and self._config.ensure_weight_tying and self._geometry.tie_word_embeddings:
+            self._fail(
+                "ensure_weight_tying: one LoRA shared by embedding and head is not supported;"
+                " train with target_modules that name the projections alone",
+                "unsupported",
+                "ensure_weight_tying",
+            )
+        for named in self._config.modules_to_save:
+            name = named.rpartition(".")[2]
+            if name not in EDGES:
+                self._fail(
+                    f"modules_to_save: found {quoted(named)}: of whole modules only embed_tokens"
+                    " and lm_head are served; train that module as LoRA, or merge it into a base",
+                    "unsupported",
+                    "modules_to_save",
+                )
+            if name not in saved:
+                self._fail(
+                    f"modules_to_save: {name} is declared but has no tensor",
+                    "missing_tensors",
+                    "modules_to_save",
+                )
