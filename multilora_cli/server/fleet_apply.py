@@ -49,7 +49,7 @@ class FleetApply:
         Nothing is changed where anything is refused.
         """
         async with self._one:
-            plan = self._plan(body)
+            plan = await self._adapters.in_thread(self._plan, body)
             if not body.dry_run:
                 _refuse_restart(plan.restart)
                 await self._carry_out(plan)
