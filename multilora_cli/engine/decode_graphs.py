@@ -12,7 +12,7 @@ from the logits that it leaves.
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import torch
 from multilora_cli.engine.batch import BatchBuilder, late_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.layers.context import StepContext
-from multilora_cli.layers.sampler import SampleOutput, greedy
+from multilora_cli.layers.sampler import greedy
 from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
@@ -37,6 +37,14 @@ Record = Callable[[Callable[[], None]], "Captured"]
 # width of the page table that follows.
 _FIELDS = 6
 _WIDTH = 16  # page tables grow in these steps
+
+
+class CapturedStep(NamedTuple):
+    """What a captured step leaves on the device, a row each."""
+
+    logits: torch.Tensor  # float32 [rows, vocab]
+    tokens: torch.Tensor  # int64 [rows], the most likely ones
+    told: torch.Tensor  # the same, -1 where the logits are not finite
 
 
 class Captured(Protocol):
@@ -93,7 +101,7 @@ class DecodeGraphs:
         vocab = decoder.geometry.vocab_size
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._finite = torch.zeros(most, dtype=torch.bool, device=device)
+        self._told = torch.zeros(most, dtype=torch.int64, device=device)
         self._pages = _PageRows(most, columns)
         self._staging = Staging(device)
         self.nbytes = 0  # of device memory that the graphs hold
@@ -176,11 +184,10 @@ class DecodeGraphs:
         logits = self._decoder.logits(hidden, context.adapters, self._logits[:rows])
         best = greedy(logits)
         self._tokens[:rows] = best.token_ids
-        self._finite[:rows] = best.finite
+        self._told[:rows] = best.told()
 
-    def run(self, rows: Sequence[ScheduledRow]) -> tuple[torch.Tensor, SampleOutput]:
-        """Launch the step of `rows`: its logits float32 [len(rows), vocab] and the most likely
-        tokens, both valid until the next one."""
+    def run(self, rows: Sequence[ScheduledRow]) -> CapturedStep:
+        """Launch the step of `rows`; what it leaves is valid until the next one."""
         count = len(rows)
         padded = next(size for size in self._row_counts if size >= count)
         slots = np.zeros(padded, dtype=np.int32)
@@ -192,8 +199,7 @@ class DecodeGraphs:
         inputs = self._host_inputs(rows, padded)
         self._staging.upload(self._inputs[: len(inputs)], inputs)
         self._graphs[padded, rank].replay()
-        best = SampleOutput(self._tokens[:count], self._finite[:count], None)
-        return self._logits[:count], best
+        return CapturedStep(self._logits[:count], self._tokens[:count], self._told[:count])
 
     def _host_inputs(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:
         """The fields of all rows, then their page table."""

@@ -24,7 +24,6 @@ from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.engine.sequence import Sequence
 from multilora_cli.layers.sampler import (
     Logprobs,
-    SampleOutput,
     SamplingBatch,
     SamplingRow,
     is_plain,
@@ -201,12 +200,12 @@ class ModelRunner:
         indices = [index for index, _, _ in placed]
         draws = _draws(placed, range(len(rows)))
         if _is_plain(draws, len(rows)) and not self._failpoints.armed:
-            _, best = graphs.run(rows)
-            self._builder.sampled[: len(rows)] = best.token_ids
-            return _Pass(indices, draws, _sent(best), None, {})
+            step = graphs.run(rows)
+            self._builder.sampled[: len(rows)] = step.tokens
+            return _Pass(indices, draws, _to_host(step.told), None, {})
         # Before the step runs: it looks at the tokens of the one before.
         batch = self._sampling(draws) if draws else None
-        logits, _ = graphs.run(rows)
+        logits = graphs.run(rows).logits
         if batch is None:
             return _Pass(indices, draws, None, None, {})
         wanted = [draw.token_row for draw in draws]
@@ -238,7 +237,7 @@ class ModelRunner:
             sampled[first : last + 1] = output.token_ids
         else:
             sampled[self._on_device([draw.place for draw in draws])] = output.token_ids
-        return _sent(output), _logprobs_to_host(output.logprobs)
+        return _to_host(output.told()), _logprobs_to_host(output.logprobs)
 
     def _prompt_logprobs(
         self, row: ScheduledRow, hidden: torch.Tensor, last: int
@@ -287,14 +286,9 @@ def _is_plain(draws: list[_Draw], num_rows: int) -> bool:
     return True
 
 
-def _sent(output: SampleOutput) -> torch.Tensor:
-    """The tokens on their way to the host, -1 where the logits were not finite."""
-    return _to_host(output.token_ids.masked_fill(~output.finite, -1))
-
-
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A pinned copy that is complete once a fence behind it was passed."""
-    return tensor.to("cpu", non_blocking=True)
+    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 def _logprobs_to_host(logprobs: Logprobs | None) -> Logprobs | None:

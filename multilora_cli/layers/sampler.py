@@ -135,6 +135,10 @@ class SampleOutput:
     finite: torch.Tensor  # bool [R]
     logprobs: Logprobs | None
 
+    def told(self) -> torch.Tensor:
+        """The tokens as they are told to the host: int64 [R], -1 for rows that are not finite."""
+        return self.token_ids.masked_fill(~self.finite, -1)
+
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
