@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from multilora_kernels.launch import Chip
+from multilora_kernels.chip import Chip
 from multilora_kernels.layout import GROUPS, TILE_RANKS, chunk_length, num_tiles
 from multilora_kernels.lora_choice import (
     DECODE_BUCKETS,

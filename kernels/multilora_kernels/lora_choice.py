@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multilora_kernels.launch import Chip, tuned_table
+from multilora_kernels.chip import Chip, tuned_table
 
 # Steps of at most this many rows use the decode kernels and fixed buffers (CUDA graphs); longer
 # ones are prefill.

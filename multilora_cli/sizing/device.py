@@ -18,7 +18,7 @@ from multilora_cli.sizing.budget import (
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import Quantization
-from multilora_kernels.launch import Chip
+from multilora_kernels.chip import Chip
 from multilora_kernels.list_capacity import group_shapes, list_bytes
 
 NOTABLE = 0.02  # a part that takes more or less than planned by this share is worth a word

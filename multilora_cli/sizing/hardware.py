@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from multilora_cli.errors import BadInput
-from multilora_kernels.launch import Chip
+from multilora_kernels.chip import Chip
 
 # What a card's datasheet bandwidth yields in a streaming read: 4.3 of 4.8 TB/s on an H200 and
 # 0.93 of 1.008 TB/s on an RTX 4090; 0.9 where nothing was measured.
