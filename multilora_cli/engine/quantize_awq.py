@@ -49,8 +49,8 @@ def quantise_awq(source: Path, output: Path, how: AwqSettings, report: Report) -
     run = {"auto-round": _auto_round, "autoawq": _autoawq}[how.method]
     if how.method == "autoawq" and not torch.cuda.is_available():
         raise BadInput(
-            "--method autoawq: it needs a CUDA device: on a CPU its search scales the very weights"
-            " that it compares with, and the result is noise",
+            "--method autoawq: it needs a CUDA device: on a CPU its search works on the weights"
+            " themselves where it means a copy, and every trial spoils what the next one measures",
             hint="use --method auto-round, which runs on CPUs too",
         )
     checkpoint = open_checkpoint(source)
