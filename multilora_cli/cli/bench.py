@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from multilora_cli.cli import bench_flags as flags
 from multilora_cli.cli.bench_dummy import dummy
 from multilora_cli.cli.bench_front import front
 from multilora_cli.cli.bench_offline import offline
@@ -43,68 +44,32 @@ def bench() -> None:
 
 @app.command("run")
 def run(
+    ctx: typer.Context,
     fleet: FleetArgument = None,
-    url: Annotated[
-        str | None, typer.Option("--url", help="A running server, of any make. Default: our own.")
-    ] = None,
-    heterogeneous: Annotated[
-        bool, typer.Option("--heterogeneous", help="Base, identical, skewed, uniform, distinct.")
-    ] = False,
-    preset: Annotated[
-        str | None,
-        typer.Option(help="punica, s-lora-table3, rank-mix, cold-start, churn or smoke."),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Replay a recorded load: JSON lines, as of plan --trace.")
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option(help="Only these loads of the preset: base,distinct.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests of each load.", min=1)] = None,
-    rate: Annotated[
-        str | None, typer.Option(help="Arrivals: requests/s (open loop), or inf for all at once.")
-    ] = None,
-    cv: Annotated[float, typer.Option(help="Burstiness of arrivals; 1: Poisson.", min=0.01)] = 1.0,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Requests at once (closed loop), or their cap.", min=1)
-    ] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="IN:OUT tokens (16-64:32), or a law such as arena-like.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="How often all loads take turns.", min=1, max=100)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0)] = 0,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="The server's card (h200), for shares of the bound. Needs FLEET."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="The base's name, where a server lists several models.")
-    ] = None,
-    adapters_from: Annotated[
-        str, typer.Option(help="models: the server's list; or a file with a name a line.")
-    ] = "models",
-    prompts: Annotated[
-        str, typer.Option(help="ids (completions), text (completions) or chat.")
-    ] = "ids",
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Send ignore_eos, which fixes output lengths.")
-    ] = True,
-    slo: Annotated[str | None, typer.Option(help="For goodput: ttft=1s,itl=50ms,e2e=30s.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds a request may take.", min=1)] = 600.0,
-    against: Annotated[
-        str | None, typer.Option(help="A second server, measured in turns with the first.")
-    ] = None,
+    url: flags.Url = None,
+    heterogeneous: flags.Heterogeneous = False,
+    preset: flags.Preset = None,
+    trace: flags.Trace = None,
+    compare: flags.Compare = None,
+    requests: flags.Requests = None,
+    rate: flags.Rate = None,
+    cv: flags.Cv = 1.0,
+    concurrency: flags.Concurrency = None,
+    lengths: flags.Lengths = None,
+    rounds: flags.Rounds = None,
+    seed: flags.Seed = 0,
+    gpu: flags.Gpu = None,
+    model: flags.Model = None,
+    adapters_from: flags.AdaptersFrom = "models",
+    prompts: flags.Prompts = "ids",
+    ignore_eos: flags.IgnoreEos = True,
+    slo: flags.Slo = None,
+    timeout: flags.Timeout = 600.0,
+    against: flags.Against = None,
     api_key: KeyOption = None,
-    against_api_key: Annotated[
-        str | None,
-        typer.Option(envvar="MLORA_AGAINST_API_KEY", help="The key of the second server."),
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write one HTML page with tables and plots.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
+    against_api_key: flags.AgainstApiKey = None,
+    report: flags.Report = None,
+    output: flags.Output = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -116,35 +81,11 @@ def run(
 
     Example: mlora bench fleet.example.yaml --heterogeneous --report bench.html
     """
-    from multilora_cli.cli.bench_run import BenchOptions, check_writable, parse_rate, pick_preset
+    from multilora_cli.cli.bench_run import BenchOptions, check_writable
 
     check_writable(report, "--report")
     check_writable(output, "--output")
-    options = BenchOptions(
-        fleet=fleet,
-        url=url,
-        preset=pick_preset(preset, heterogeneous, trace),
-        trace=trace,
-        compare=compare,
-        requests=requests,
-        rate=parse_rate(rate),
-        cv=cv,
-        concurrency=concurrency,
-        lengths=lengths,
-        rounds=rounds,
-        seed=seed,
-        gpu=gpu,
-        model=model,
-        adapters_from=adapters_from,
-        prompts=prompts,
-        ignore_eos=ignore_eos,
-        slo=slo,
-        timeout_s=timeout,
-        against=against,
-        api_key=api_key,
-        against_api_key=against_api_key,
-        arguments=tuple(sys.argv[1:]),
-    )
+    options = BenchOptions.from_flags(ctx.params, sys.argv[1:])
     _run(Console(as_json=as_json, quiet=quiet), options, report, output)
 
 

@@ -6,10 +6,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from multilora_cli.cli import bench_flags as flags
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import JsonOption, QuietOption
 
@@ -24,48 +25,23 @@ if TYPE_CHECKING:
 
 
 def offline(
-    model: Annotated[
-        str, typer.Option(help="A shape by name, or a folder with a config.json.")
-    ] = "llama-3-8b",
-    settings: Annotated[
-        str, typer.Option(help="Who is asked: base, one, distinct, mixed, pool.")
-    ] = "base,one,distinct,mixed,pool",
-    quantization: Annotated[str, typer.Option(help="Of the base: none, fp8, awq.")] = "none",
-    batch: Annotated[str, typer.Option(help="Requests at once.")] = "1,16,64,256",
-    lengths: Annotated[str, typer.Option(help="IN:OUT tokens.")] = "128:128",
-    rounds: Annotated[
-        int, typer.Option(help="Measured batches a cell, after one to warm up.", min=1, max=100)
-    ] = 1,
-    adapters: Annotated[
-        int, typer.Option(help="Adapters where they are distinct.", min=1, max=4096)
-    ] = 64,
-    loads: Annotated[
-        int,
-        typer.Option(
-            help="Also load this many adapters (attention, r16), one by one, while others decode.",
-            min=0,
-            max=256,
-        ),
-    ] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda:N.")] = "auto",
-    kv: Annotated[str, typer.Option(help="Memory for KV beside all adapters.")] = "9GiB",
-    tight_pool: Annotated[
-        str, typer.Option(help="Memory for KV and adapters in the setting pool.")
-    ] = "2.69GiB",
-    max_model_len: Annotated[int, typer.Option(help="Context in tokens.", min=16)] = 2048,
-    load_format: Annotated[
-        str, typer.Option(help="dummy: random weights; auto: those of the folder.")
-    ] = "dummy",
-    gpu: Annotated[
-        str | None, typer.Option(help="The card of the bounds. Default: the one here.")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Keep the adapters here. Default: they are removed.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="Append JSON lines to a file.")] = None,
-    commit: Annotated[
-        str | None, typer.Option(help="The commit to record where there is no checkout.")
-    ] = None,
+    model: flags.OfflineModel = "llama-3-8b",
+    settings: flags.OfflineSettings = "base,one,distinct,mixed,pool",
+    quantization: flags.OfflineQuantization = "none",
+    batch: flags.OfflineBatch = "1,16,64,256",
+    lengths: flags.OfflineLengths = "128:128",
+    rounds: flags.OfflineRounds = 1,
+    adapters: flags.OfflineAdapters = 64,
+    loads: flags.OfflineLoads = 0,
+    device: flags.OfflineDevice = "auto",
+    kv: flags.OfflineKv = "9GiB",
+    tight_pool: flags.OfflineTightPool = "2.69GiB",
+    max_model_len: flags.OfflineMaxModelLen = 2048,
+    load_format: flags.OfflineLoadFormat = "dummy",
+    gpu: flags.OfflineGpu = None,
+    cache: flags.OfflineCache = None,
+    output: flags.OfflineOutput = None,
+    commit: flags.OfflineCommit = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

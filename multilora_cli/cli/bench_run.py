@@ -1,7 +1,8 @@
 """What `mlora bench` does between its flags and its report: servers, adapters, passes."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,19 @@ class BenchOptions:
     prompts: str
     ignore_eos: bool
     slo: str | None
-    timeout_s: float
+    timeout: float  # seconds
     against: str | None
     api_key: str | None
     against_api_key: str | None
     arguments: tuple[str, ...]
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any], arguments: Sequence[str]) -> "BenchOptions":
+        """The options of the command's parameters, by their names. Raises BadInput."""
+        known = {field.name: flags.get(field.name) for field in fields(cls)}
+        preset = pick_preset(flags["preset"], flags["heterogeneous"], flags["trace"])
+        rate = parse_rate(flags["rate"])
+        return cls(**known | {"preset": preset, "rate": rate, "arguments": tuple(arguments)})
 
 
 def pick_preset(preset: str | None, heterogeneous: bool, trace: Path | None = None) -> "Preset":
@@ -147,7 +156,7 @@ async def _sides(
     places.insert(0, (name, url, options.api_key))
     sides: list[Side] = []
     for label, address, key in places:
-        target = await stack.enter_async_context(_target(address, key, options.timeout_s))
+        target = await stack.enter_async_context(_target(address, key, options.timeout))
         fleet = await target.fleet(None if sides else options.model)
         if sides and options.adapters_from == "models":
             adapters = _twins(sides[0], fleet)
