@@ -45,7 +45,7 @@ class BenchOptions:
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any], arguments: Sequence[str]) -> "BenchOptions":
         """The options of the command's parameters, by their names. Raises BadInput."""
-        known = {field.name: flags.get(field.name) for field in fields(cls)}
+        known: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(cls)}
         preset = pick_preset(flags["preset"], flags["heterogeneous"], flags["trace"])
         rate = parse_rate(flags["rate"])
         return cls(**known | {"preset": preset, "rate": rate, "arguments": tuple(arguments)})
