@@ -266,8 +266,9 @@ class Scheduler:
             if budget <= 0 or len(self._running) >= self._limits.max_num_seqs:
                 self.waits.count("place", len(waiting) - index)
                 break
-            if sequence.num_pending:
-                continue  # preempted while its token was on the way
+            if sequence.num_pending:  # preempted while its token was on the way
+                self.waits.count("kv_pages")
+                continue
             if self._is_hopeless(sequence, now):
                 continue
             obstacle = self._obstacle(sequence, overdue)
