@@ -5,6 +5,7 @@ tools that write them need a GPU or packages that are not here. Weights alone: l
 within 1e-3; activations in FP8 as well: within 2e-2.
 """
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,24 @@ def test_random_weights_of_a_quantised_shape(
         tmp_path, geometry, CPU, torch.float32, load_format="dummy", quantization=quantization
     )
     assert decoder.weight_bytes == base_bytes(geometry, 4, quantization).total
+    logits = PagedRunner(decoder).run([Row(random_prompts([60], tiny.VOCAB)[0])])[0]
+    assert bool(logits.isfinite().all()) and 0.2 < float(logits.std()) < 4
+
+
+@pytest.mark.parametrize("placement", ["packed", "dense"])
+def test_random_weights_quantised_at_load(tmp_path: Path, placement: Placement) -> None:
+    """load_format dummy and quantization fp8 over the config of a 16-bit base, no other file."""
+    config = tiny.make_model("llama", tie_word_embeddings=True).config.to_dict()
+    config["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    geometry = read_geometry(tmp_path)
+    stored = base_quantization(tmp_path, geometry, "fp8", from_files=False)
+    quantization = replace(stored, placement=placement)
+    decoder = load_decoder(
+        tmp_path, geometry, CPU, torch.float32, load_format="dummy", quantization=quantization
+    )
+    assert stored.at_load and decoder.weight_bytes == base_bytes(geometry, 4, quantization).total
+    assert len(decoder.quantised) == 4 * geometry.num_layers
     logits = PagedRunner(decoder).run([Row(random_prompts([60], tiny.VOCAB)[0])])[0]
     assert bool(logits.isfinite().all()) and 0.2 < float(logits.std()) < 4
 
