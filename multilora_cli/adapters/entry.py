@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.base_match import match_base
 from multilora_cli.adapters.survey import Surveyor
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
@@ -115,10 +115,9 @@ class ServedBase:
         )
 
     def notes_on(self, made_for: str | None) -> tuple[str, ...]:
-        """A warning where an adapter names a base whose last part differs from this one's."""
-        if not made_for or not self.model or _last_part(made_for) == _last_part(self.model):
-            return ()
-        return (f"made for {quoted(made_for)}, served on {quoted(self.model)}: shapes fit",)
+        """A warning where the adapter names another base than this one."""
+        match = match_base(made_for, None, self.model, None) if self.model else None
+        return (match.text,) if match is not None and match.is_warning else ()
 
 
 def already_there(previous: AdapterEntry) -> AdapterError:
@@ -140,7 +139,3 @@ def check_generation(entry: AdapterEntry | None, expected: int | None) -> None:
             reason="generation",
             field="expected_generation",
         )
-
-
-def _last_part(model: str) -> str:
-    return model.rstrip("/").rpartition("/")[2].lower()

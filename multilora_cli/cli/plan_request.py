@@ -6,6 +6,7 @@ What `serve` would refuse is refused here, with the same words, because the same
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from multilora_cli.adapters.base_match import match_base
 from multilora_cli.adapters.survey import Surveyor
 from multilora_cli.cli.base import compute_itemsize, fetch_config
 from multilora_cli.cli.fleet_adapters import read_fleet_adapters
@@ -51,7 +52,7 @@ def plan_request(
         shapes = list(_assumed(assume, geometry))
     else:
         shapes = _adapters(loaded, geometry, folder)
-        notes += _uncounted(loaded)
+        notes += [*_other_bases(loaded, shapes), *_uncounted(loaded)]
     itemsize = compute_itemsize(loaded, has_card=card is not None)
     is_what_if = any(setting.split("=")[0].strip() == "base.quantization" for setting in settings)
     quantization, more = _quantization(loaded, geometry, folder, is_what_if=is_what_if)
@@ -90,6 +91,20 @@ def _check_front(loaded: LoadedFleet, *, elsewhere: bool) -> Iterator[str]:
         api_keys=server.api_keys,  # their names: whether there are any is what counts
         admin_key=server.admin_key,
     )
+
+
+def _other_bases(loaded: LoadedFleet, shapes: Sequence[AdapterShape]) -> Iterator[str]:
+    """Adapters that say they were trained on another base than this one."""
+    base = loaded.fleet.base
+    others = {
+        shape.name: match.text
+        for shape in shapes
+        if (match := match_base(shape.base_model, None, base.model, None)).is_warning
+    }
+    if others:
+        first = next(iter(others))
+        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+        yield f"{first}{more}: {others[first]}"
 
 
 def _uncounted(loaded: LoadedFleet) -> Iterator[str]:

@@ -369,7 +369,7 @@ def test_a_cfg_20_and_f38_another_base_is_noted(base: Path, tmp_path: Path) -> N
     ):
         write_good(tmp_path / f"a{index}", base_model_name_or_path=name)
         notes = add(registry, f"a{index}", f"a{index}").notes
-        assert sum("made for 'acme/Other', served on" in note for note in notes) == noted
+        assert sum("trained on 'acme/Other', served on" in note for note in notes) == noted
 
 
 def test_load_stays_below_the_roots(registry: Registry, tmp_path: Path, base: Path) -> None:
