@@ -1,5 +1,7 @@
 """How fast adapters become hot while others decode, and what those others feel of it.
 
+They also feel a long prompt that arrives, which is computed in chunks between their tokens.
+
 Every adapter is loaded three times: for the first time in this process; once more after it was
 evicted to its files, so that its digest and layout are known; and from host memory.
 """
@@ -28,13 +30,15 @@ class LoadFigures:
     step_ms: float  # median between tokens while nothing is loaded
     gap_median_ms: float  # between tokens during loads
     gap_max_ms: float
+    prompt_tokens: int  # of the prompt that arrives
+    prompt_gap_max_ms: float  # between tokens of the others until its first one
 
 
 def measure_loads(
-    driver: Driver, submits: Sequence[Submit], adapters: Sequence[AdapterRef]
+    driver: Driver, submits: Sequence[Submit], adapters: Sequence[AdapterRef], prompt: Submit
 ) -> LoadFigures:
-    """Load `adapters` one by one while `submits` decode. Raises Refused where one is refused or
-    the answers end before the loads."""
+    """Load `adapters` one by one while `submits` decode, then let `prompt` arrive, twice. Raises
+    Refused where an adapter is refused or the answers end before that."""
     driver.begin(submits)
     quiet = driver.steps(4 * _QUIET_STEPS)
     gaps: list[float] = []
@@ -42,6 +46,7 @@ def measure_loads(
     first, again, warm = (
         [_timed(driver, adapter, evict_to, gaps) for adapter in adapters] for evict_to in rounds
     )
+    arrivals = [driver.arrive_beside(prompt) for _ in range(2)][1]  # once to warm up
     driver.cancel(submits)
     return LoadFigures(
         first_ms=tuple(first),
@@ -50,6 +55,8 @@ def measure_loads(
         step_ms=median(quiet) * 1e3,
         gap_median_ms=median(gaps) * 1e3,
         gap_max_ms=max(gaps) * 1e3,
+        prompt_tokens=len(prompt.prompt),
+        prompt_gap_max_ms=max(arrivals) * 1e3,
     )
 
 

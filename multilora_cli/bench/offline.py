@@ -189,6 +189,18 @@ class Driver:
                 if reply.call_id == call:
                     return self._clock() - started, gaps
 
+    def arrive_beside(self, submit: Submit) -> list[float]:
+        """Seconds between tokens of the others until a request that arrives has its first one,
+        which is all that it asks for. Its id must be free again by then."""
+        gaps = []
+        self._engine.handle(submit)
+        while True:
+            before = self._clock()
+            deltas = self._step(ends=submit.request_id)
+            gaps.append(self._clock() - before)
+            if any(delta.request_id == submit.request_id for delta in deltas):
+                return gaps
+
     def evict(self, adapter: AdapterRef, to: Literal["warm", "cold"]) -> None:
         """Give the adapter's pages back, and with `cold` its image in host memory too."""
         call = next(self._calls)
@@ -203,13 +215,13 @@ class Driver:
         while self._engine.idle_wait_s is not None:
             self._engine.step()
 
-    def _step(self) -> list[Delta]:
-        """One step that has tokens. Raises Refused when an answer ends."""
+    def _step(self, ends: int | None = None) -> list[Delta]:
+        """One step that has tokens. Raises Refused when an answer other than `ends` ends."""
         started = self._clock()
         while True:
             deltas = self._engine.step()
             self._engine.take_events()
-            if any(delta.finish_reason is not None for delta in deltas):
+            if any(d.finish_reason is not None and d.request_id != ends for d in deltas):
                 raise Refused("an answer ended before what was to be measured beside it")
             if deltas:
                 return deltas

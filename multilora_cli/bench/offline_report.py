@@ -135,7 +135,8 @@ def describe(record: Mapping[str, Any]) -> str:
         return (
             f"{record['quantization']}: {len(record['first_ms'])} loads beside B={record['batch']}:"
             f" to hot, worst ms: {times}; step median {record['step_ms']:.2f} ms, longest gap"
-            f" {record['gap_max_ms']:.2f} ms"
+            f" {record['gap_max_ms']:.2f} ms; beside a prompt of {record['prompt_tokens']:,} tokens"
+            f" {record['prompt_gap_max_ms']:.1f} ms"
         )
     if record["kind"] == "start":
         phases = ", ".join(f"{k} {v:.2f} s" for k, v in record["start_s"].items() if v is not None)

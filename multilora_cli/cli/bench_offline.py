@@ -243,7 +243,7 @@ class _Session:
     def loads(self, count: int) -> dict[str, Any]:
         """How long adapters take to become hot beside the largest batch, and what it feels."""
         from multilora_cli.bench.loading import measure_loads
-        from multilora_cli.bench.neutral import loading_setting
+        from multilora_cli.bench.neutral import Shape, loading_setting
         from multilora_cli.bench.offline_report import SCHEMA, rounded
         from multilora_cli.cli.bench_engine import make_adapters
 
@@ -252,7 +252,9 @@ class _Session:
         adapters = make_adapters(self.engine, loading_setting(count), folder, self.options.cache)
         room = self.engine.parts.max_model_len - bench.shape.input_tokens
         submits = self._submits(replace(bench.shape, output_tokens=room), batch, ())
-        found = measure_loads(self.driver, submits, adapters.refs)
+        long = Shape(room, 1, seed=1)
+        (prompt,) = self._submits(long, 1, ())
+        found = measure_loads(self.driver, submits, adapters.refs, prompt)
         return {
             "kind": "loads",
             "schema": SCHEMA,

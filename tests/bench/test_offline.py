@@ -73,6 +73,7 @@ def test_adapters_are_loaded_beside_answers_that_go_on(tmp_path: Path) -> None:
         assert len(record[name]) == 2 and min(record[name]) > 0
     assert record["gap_max_ms"] >= record["gap_median_ms"] > 0 and record["step_ms"] > 0
     assert record["batch"] == 4 and record["adapter_bytes"] > 0
+    assert record["prompt_tokens"] > 1000 and record["prompt_gap_max_ms"] > 0
 
 
 def test_an_answer_that_ends_too_early_is_told() -> None:
