@@ -104,6 +104,10 @@ def new_folder(output: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        # safetensors makes files that only their owner reads; these are to be served, and copied.
+        for file in partial.iterdir():
+            if file.is_file():
+                file.chmod(partial.stat().st_mode & 0o666)
         partial.replace(output)
     except OSError as error:
         raise BadInput(f"--output: {output}: {error.strerror or error}") from None

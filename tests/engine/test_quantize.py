@@ -66,6 +66,8 @@ def test_fp8_round_trip(source: Path, tmp_path: Path, shard_size: str) -> None:
     assert {file.name for file in output.iterdir()} == names and "tokenizer.json" in names
     assert len(list(output.glob("*.safetensors"))) == len(list(source.glob("*.safetensors")))
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+    plain = (source / "config.json").stat().st_mode  # as the umask makes files
+    assert {file.stat().st_mode for file in output.iterdir()} == {plain}
 
 
 def test_what_other_readers_find(source: Path, tmp_path: Path) -> None:
