@@ -179,6 +179,8 @@ async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
     for record in result.records:
         if record.error is not None:
             hint = "nothing was measured, since not even one short request succeeds"
+            if settings.prompts.style == "ids" and record.error in ("http_400", "http_422"):
+                hint += "; where a server takes no token ids: --prompts text, or chat"
             if settings.prompts.ignore_eos and "ignore_eos" in record.detail:
                 hint = "this server does not know ignore_eos; leave it out: --no-ignore-eos"
             raise MloraError(f"warm-up: {record.model}: {record.error}: {record.detail}", hint=hint)

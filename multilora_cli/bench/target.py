@@ -199,7 +199,7 @@ def error_message(raw: bytes) -> str:
     found = value.get("error", value) if isinstance(value, dict) else value
     if isinstance(found, dict):
         found = found.get("message") or found.get("detail") or ""
-    return found[:500] if isinstance(found, str) else ""
+    return " ".join(found.split())[:500] if isinstance(found, str) else ""
 
 
 def _is_card(value: object) -> bool:

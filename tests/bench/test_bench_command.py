@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multilora_cli.bench.loopback import Loopback, Script
+from multilora_cli.bench.target import error_message
 from multilora_cli.cli.app import app
 from multilora_cli.cli.bench_run import parse_rate, pick_preset
 from multilora_cli.cli.bench_view import describe
@@ -180,6 +181,18 @@ def test_a_server_that_refuses_ignore_eos_is_measured_without_it() -> None:
         result = bench("--url", server.url, "--preset", "smoke", code=1)
         assert "--no-ignore-eos" in result.stderr
         bench("--url", server.url, "--preset", "smoke", "--no-ignore-eos", "--prompts", "chat")
+
+
+def test_a_server_that_may_take_no_token_ids_is_told_how_else_to_ask() -> None:
+    """Seen on guidellm's mock server: 400 with a validation error of many lines."""
+    refusing = Script(models=("base",), failures=(("base", "http_400"),))
+    with Threaded(refusing) as server:
+        result = bench("--url", server.url, "--preset", "smoke", code=1)
+        assert "--prompts text, or chat" in result.stderr
+        result = bench("--url", server.url, "--preset", "smoke", "--prompts", "chat", code=1)
+        assert "--prompts" not in result.stderr
+    raw = b'{"message": "prompt:\\n  should be   a string"}'
+    assert error_message(raw) == "prompt: should be a string"
 
 
 @pytest.mark.parametrize(
