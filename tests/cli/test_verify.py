@@ -216,3 +216,30 @@ def test_quiet_is_one_line_an_adapter(folder: Path, fleet: Callable[..., Path]) 
     path = fleet({"attention": folder / "attention"})
     result = runner.invoke(app, ["verify", str(path), "--no-parity", "--quiet"])
     assert (result.exit_code, result.stdout) == (0, "attention checked\n")
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_every_kind_of_adapter_is_examined(tmp_path: Path) -> None:
+    """A-CFG-13, A-CFG-14: heads and embeddings as factors and as whole matrices, tied bases too."""
+    kinds: dict[str, dict[str, Any]] = {
+        "head": {"target_modules": ["lm_head"], "r": 4},
+        "embedding": {"target_modules": ["embed_tokens"], "r": 4},
+        "saved": {"modules_to_save": ["lm_head"]},
+        "dora": {"use_dora": True},
+        "bias": {"bias": "all"},
+    }
+    for tied in (False, True):
+        root = tmp_path / str(tied)
+        base = tiny_base(root / "base", attention_bias=True, tie_word_embeddings=tied)
+        lines = [f"base: {{model: '{base}', name: tiny}}", "adapters:"]
+        for name, how in kinds.items():
+            if tied and name != "head":
+                continue
+            source = peft_adapter(base, root / name, b_scale=2.0, **how)
+            lines.append(f"  - {{name: {name}, source: '{source}'}}")
+        fleet = root / "fleet.yaml"
+        fleet.write_text("\n".join(lines) + "\n")
+        for name, adapter in by_name(verified(fleet)).items():
+            assert adapter["verdict"] == "exact", (tied, name, adapter["reason"])
+            assert adapter["bytes"] > 0 and adapter["idle_modules"] == [], name

@@ -28,7 +28,7 @@ def silent(phase: str, done: int, total: int) -> None:
 def subjects_of(base: Path, folders: Sequence[Path]) -> list[Subject]:
     geometry, found = read_geometry(base), []
     for folder in folders:
-        adapter = read_adapter(folder, geometry, max_rank=64)
+        adapter = read_adapter(folder, geometry, max_rank=64, base_folder=base)
         found.append(Subject(folder.name, adapter, content_digest(adapter), 16))
     return found
 
@@ -57,6 +57,7 @@ def test_rounding_is_not_a_fault(tiny: TinyFleet, dtype: str) -> None:
         assert parity.is_exact and parity.agreement.largest > 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
 def test_every_kind_in_one_batch_is_exact(tmp_path: Path) -> None:
     """A-CFG-11, A-CFG-12: DoRA and trained biases beside plain LoRA and the bare base."""
     base = tiny_base(tmp_path / "base", attention_bias=True, mlp_bias=True)
@@ -65,11 +66,14 @@ def test_every_kind_in_one_batch_is_exact(tmp_path: Path) -> None:
         {"use_dora": True, "target_modules": SEVEN, "use_rslora": True},
         {"bias": "all", "target_modules": ["q_proj", "down_proj"]},
         {"use_dora": True, "bias": "lora_only", "r": 3},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["v_proj", "embed_tokens"], "r": 4},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
     )
     folders = []
     for index, how in enumerate(hows):
         folders.append(peft_adapter(base, tmp_path / f"a{index}", seed=index, **how))
-        if "bias" in how:
+        if "bias" in how or "modules_to_save" in how:
             perturb(folders[-1])
     results = parities(base, subjects_of(base, folders))
     for name, parity in results.items():
