@@ -119,7 +119,8 @@ def rank_plot(report: Mapping[str, Any]) -> str:
     ordered = dict(sorted(groups.items(), key=lambda item: int(item[0].split()[1])))
     if not ordered:
         return ""
-    return svg.bars("Time to first token by rank", ordered, ("rank", "mean TTFT, ms"))
+    names = [_name(arm) for arm in report["arms"]]
+    return svg.bars("Time to first token by rank", ordered, ("rank", "mean TTFT, ms"), order=names)
 
 
 def timeline_plot(arm: Mapping[str, Any]) -> str:

@@ -68,14 +68,14 @@ def lines(
         parts.append(
             f'<polyline fill="none" stroke="{_colour(index)}" stroke-width="1.8" points="{path}"/>'
         )
-        parts.append(_legend(index, name))
+        parts.append(_legend(index, name, index))
     for index, (name, times) in enumerate((marks or {}).items(), len(series)):
         parts += [
             f'<line x1="{x.at(t):.1f}" x2="{x.at(t):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
             f' stroke="{_colour(index)}" stroke-width="1" stroke-dasharray="3 3"/>'
             for t in times
         ]
-        parts.append(_legend(index, name))
+        parts.append(_legend(index, name, index))
     return _document(title, parts)
 
 
@@ -84,9 +84,16 @@ def bars(
     groups: Mapping[str, Mapping[str, float]],
     labels: tuple[str, str],
     spreads: Mapping[tuple[str, str], tuple[float, float]] | None = None,
+    order: Sequence[str] = (),
 ) -> str:
-    """A group of bars for each name; `spreads` (group, bar) are whiskers from low to high."""
-    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    """A group of bars for each name; `spreads` (group, bar) are whiskers from low to high.
+
+    `order` names bars of other plots too: each has the colour that it has there.
+    """
+    found = dict.fromkeys(name for group in groups.values() for name in group)
+    everywhere = list(dict.fromkeys([*order, *found]))
+    colours = {name: index for index, name in enumerate(everywhere)}
+    names = [name for name in everywhere if name in found]
     whiskers = spreads or {}
     tops = [value for group in groups.values() for value in group.values()]
     tops += [high for _, high in whiskers.values()]
@@ -101,14 +108,14 @@ def bars(
             left, top = start + index * width, y.at(value)
             parts.append(
                 f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(width - 2, 1):.1f}"'
-                f' height="{max(_HEIGHT - _BOTTOM - top, 0):.1f}" fill="{_colour(index)}">'
+                f' height="{max(_HEIGHT - _BOTTOM - top, 0):.1f}" fill="{_colour(colours[name])}">'
                 f"<title>{escape(group)} {escape(name)}: {value:.4g}</title></rect>"
             )
             if (group, name) in whiskers:
                 parts.append(_whisker(left + width / 2 - 1, y, whiskers[(group, name)]))
         middle = (x.at(place) + x.at(place + 1)) / 2
         parts.append(_text(middle, _HEIGHT - _BOTTOM + 16, _short(group), "middle"))
-    parts += [_legend(index, name) for index, name in enumerate(names)]
+    parts += [_legend(index, name, colours[name]) for index, name in enumerate(names)]
     return _document(title, parts)
 
 
@@ -144,9 +151,9 @@ def _frame(x: Axis | None, y: Axis, labels: tuple[str, str]) -> list[str]:
     return parts
 
 
-def _legend(index: int, name: str) -> str:
+def _legend(index: int, name: str, colour: int) -> str:
     top, left = _TOP + 4 + 18 * index, _WIDTH - _RIGHT + 14
-    box = f'<rect x="{left}" y="{top}" width="12" height="12" fill="{_colour(index)}"/>'
+    box = f'<rect x="{left}" y="{top}" width="12" height="12" fill="{_colour(colour)}"/>'
     return box + _text(left + 18, top + 10, _short(name, 24), "start")
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -172,6 +173,27 @@ def test_plots_are_well_formed_and_show_what_they_should(report) -> None:
             dashed = [e for e in root.iter(f"{tag}line") if e.get("stroke-dasharray")]
             assert len(dashed) == 2  # the marks of the churn
     assert "nan" not in render_page(report).replace("finance", "").lower().split("<body>")[1]
+
+
+def test_a_load_has_one_colour_in_every_plot(report) -> None:
+    """The base asks no adapter: it has no bar by rank, and leaves its colour to nobody."""
+
+    def legend(name: str) -> dict[str, str]:
+        plots = re.findall(r'<figure id="([^"]+)">(<svg.*?</svg>)</figure>', render_page(report))
+        tag = "{http://www.w3.org/2000/svg}"
+        shapes = list(ElementTree.fromstring(dict(plots)[name]))
+        pairs = pairwise(shapes)
+        return {
+            str(text.text): str(box.get("fill"))
+            for box, text in pairs
+            if box.tag == f"{tag}rect" and text.tag == f"{tag}text" and box.get("width") == "12"
+        }
+
+    everywhere, by_rank = legend("ttft-cdf"), legend("ttft-by-rank")
+    labels = [arm["label"] for arm in report["arms"]]
+    assert list(everywhere) == labels and len(set(everywhere.values())) == 5
+    assert list(by_rank) == labels[1:]  # in the same order
+    assert by_rank.items() <= everywhere.items()
 
 
 def test_a_report_in_which_nothing_succeeded_can_still_be_read() -> None:
