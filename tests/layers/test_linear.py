@@ -44,7 +44,7 @@ def test_a_tied_head_shares_the_table() -> None:
     """No second copy: what is written to the embedding is what the head multiplies by."""
     embedding = Embedding(10, 4, torch.bfloat16, CPU)
     embedding.weight.copy_(torch.eye(10, 4))
-    logits = Head(embedding.weight)(embedding(torch.tensor([2])))
+    logits = Head(embedding.weight)(embedding(torch.tensor([2]), None), None)
     assert logits.dtype == torch.float32
     assert logits.tolist() == [[0, 0, 1, 0, 0, 0, 0, 0, 0, 0]]
 

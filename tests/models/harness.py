@@ -218,7 +218,8 @@ class StepBuffers:
     def run(self) -> torch.Tensor:
         """Logits [tokens, vocab], those of padding without meaning."""
         decoder = self.runner.decoder
-        return decoder.logits(decoder.forward(self.token_ids, self.positions, self.context))
+        hidden = decoder.forward(self.token_ids, self.positions, self.context)
+        return decoder.logits(hidden, self.context.adapters)
 
 
 def _attention(work: Sequence[tuple[Row, int]], device: torch.device) -> AttentionBatch:
