@@ -86,7 +86,9 @@ class DecodeGraphs:
         self._row_counts = sorted(row_counts)
         self._max_context = max_context
         self._ranks = graph_ranks(max_rank)
-        self._graphs: dict[tuple[int, int], Captured] = {}  # by rows and rank, 0 without adapters
+        # By rows, rank (0 without adapters) and whether adapters with extras are served.
+        self._graphs: dict[tuple[int, int, bool], Captured] = {}
+        self._record: Record | None = None
         device = builder.pool.device
         most = self._row_counts[-1]
         columns = -(-pages_for(max_context) // _WIDTH) * _WIDTH
@@ -110,14 +112,10 @@ class DecodeGraphs:
         """Whether these rows are a step that was captured: one token each, and not too many.
 
         Log-probabilities of a prompt are taken from hidden states, which a graph does not keep.
-        Steps in which an adapter has more than factors (DoRA, biases, embedding or head) are
-        launched eagerly.
         """
-        extras = self._builder.table.has_extras
         return (
             len(rows) <= self._row_counts[-1]
             and rows[-1].length == 1
-            and not any(extras[row.sequence.slot] for row in rows)
             and not any(row.sequence.wants_prompt_logprobs for row in rows)
         )
 
@@ -137,21 +135,32 @@ class DecodeGraphs:
     @torch.inference_mode()
     def record_all(self, record: Record, progress: Progress) -> None:
         """Record every step, the largest first, so that smaller ones reuse its memory."""
+        self._record = record
         keys = [(rows, rank) for rows in reversed(self._row_counts) for rank in self._ranks]
         for index, (rows, rank) in enumerate(keys):
             progress(index, len(keys))
             self._warm_up(rows, rank)
             step = partial(self._run, rows, with_adapters=rank > 0)
-            self._graphs[rows, rank] = record(step)
+            self._graphs[rows, rank, False] = record(step)
         progress(len(keys), len(keys))
         self._builder.segments.build(np.zeros(1, dtype=np.int32))
 
+    def _record_extras(self, rows: int, rank: int) -> None:
+        """Capture a step for adapters with extras (DoRA, biases, embedding, head) when the first
+        one needs it: few fleets ever do, and it takes 0.1 s."""
+        assert self._record is not None
+        # What the step before left would be computed again, and written to pages since given away.
+        self._inputs.zero_()
+        self._warm_up(rows, rank, extras=True)
+        step = partial(self._run, rows, with_adapters=True)
+        self._graphs[rows, rank, True] = self._record(step)
+
     @torch.inference_mode()
-    def _warm_up(self, rows: int, rank: int) -> None:
+    def _warm_up(self, rows: int, rank: int, *, extras: bool = False) -> None:
         """Run the step as it will be captured: kernels are compiled here, a capture must not."""
         segments = self._builder.segments
         if rank:
-            segments.prepare_capture(self._builder.table, rows, rank)
+            segments.prepare_capture(self._builder.table, rows, rank, extras=extras)
         else:
             segments.build(np.zeros(rows, dtype=np.int32))
         self._run(rows, with_adapters=rank > 0)
@@ -192,13 +201,16 @@ class DecodeGraphs:
         padded = next(size for size in self._row_counts if size >= count)
         slots = np.zeros(padded, dtype=np.int32)
         slots[:count] = [row.sequence.slot for row in rows]
-        segments, rank = self._builder.segments, 0
+        table, rank, extras = self._builder.table, 0, False
         if slots.any():
-            segments.build(slots)
-            rank = self._rank_for(self._builder.table.highest_rank(segments.seg_slots))
+            rank = self._rank_for(table.highest_rank(slots))
+            extras = bool(table.has_extras[slots].any())
+            if extras and (padded, rank, True) not in self._graphs:
+                self._record_extras(padded, rank)
+            self._builder.segments.build(slots)
         inputs = self._host_inputs(rows, padded)
         self._staging.upload(self._inputs[: len(inputs)], inputs)
-        self._graphs[padded, rank].replay()
+        self._graphs[padded, rank, extras].replay()
         return CapturedStep(self._logits[:count], self._tokens[:count], self._told[:count])
 
     def _host_inputs(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:

@@ -91,7 +91,7 @@ def _warnings(adapter: AdapterFile, base: BaseMatch, idle: tuple[str, ...]) -> I
     if base.is_warning:
         yield base.text
     factors_alone = all("lora_A" in name or "lora_B" in name for name in adapter.tensors)
-    if factors_alone and len(idle) == len(adapter.weights):
+    if factors_alone and adapter.weights and len(idle) == len(adapter.weights):
         yield (
             "changes nothing: the product B A of every module is zero, so it answers as the base;"
             " an untrained adapter looks like this"

@@ -42,7 +42,7 @@ def warm_up(
         context = _spare_step(pool, num_tokens, adapters, kv_dtype)
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=pool.device)
         hidden = decoder.forward(token_ids, context.slot_mapping.clamp(min=0), context)
-        decoder.logits(hidden[:1])
+        decoder.logits(hidden[:1], context.adapters if num_tokens == 1 else None)
     if adapters is not None:
         adapters[1].build([0])  # no longer sized for a capture
     progress(len(sizes), len(sizes))
@@ -70,7 +70,7 @@ def _spare_step(
     columns = -(-max(lens) // (16 * TOKENS_PER_PAGE)) * 16  # rounded up as those of real steps
     with_adapters = adapters is not None and is_decode(num_tokens)
     if adapters is not None and with_adapters:
-        adapters[1].prepare_capture(adapters[0], num_tokens, _RANK)
+        adapters[1].prepare_capture(adapters[0], num_tokens, _RANK, extras=True)
     return StepContext(
         pool=pool,
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),

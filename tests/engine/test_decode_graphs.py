@@ -25,7 +25,7 @@ class Repeated:
         self.replays += 1
 
 
-def _with_graphs(rig: Rig, row_counts: tuple[int, ...], max_rank: int = 64) -> list[Repeated]:
+def with_graphs(rig: Rig, row_counts: tuple[int, ...], max_rank: int = 64) -> list[Repeated]:
     """Let `rig` run its decode steps from recorded ones."""
     recorded: list[Repeated] = []
 
@@ -37,7 +37,9 @@ def _with_graphs(rig: Rig, row_counts: tuple[int, ...], max_rank: int = 64) -> l
     builder = runner._builder
     segments = builder.segments
     # What it sizes are kernel launches, and without a device there are none.
-    segments.prepare_capture = lambda table, rows, rank: segments.build(np.zeros(rows, np.int32))
+    segments.prepare_capture = lambda table, rows, rank, **extras: segments.build(
+        np.zeros(rows, np.int32)
+    )
     graphs = DecodeGraphs(runner._decoder, builder, row_counts, parts.max_model_len, max_rank)
     graphs.record_all(record, lambda done, total: None)
     runner._graphs = graphs
@@ -48,7 +50,7 @@ def _with_graphs(rig: Rig, row_counts: tuple[int, ...], max_rank: int = 64) -> l
 def test_recorded_steps_give_the_same_answers(fleet: SignatureFleet, steps_ahead: int) -> None:
     signatures = [None, 0, 20, 95, 96, 150, 191]
     rig = Rig(fleet.base, steps_ahead=steps_ahead)
-    recorded = _with_graphs(rig, (1, 2, 4, 8))
+    recorded = with_graphs(rig, (1, 2, 4, 8))
     requests = {}
     for i in range(12):  # more than the largest recorded step, and then fewer and fewer
         k = signatures[i % len(signatures)]
@@ -65,7 +67,7 @@ def test_recorded_steps_give_the_same_answers(fleet: SignatureFleet, steps_ahead
 
 def test_several_answers_and_prompt_logprobs_beside_recorded_steps(fleet: SignatureFleet) -> None:
     plain, graphed = Rig(fleet.base, steps_ahead=0), Rig(fleet.base)
-    _with_graphs(graphed, (1, 2, 4, 8, 16))
+    with_graphs(graphed, (1, 2, 4, 8, 16))
     wanted = []
     for rig in (plain, graphed):
         how = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "logprobs": 2, "max_tokens": 20}
@@ -89,7 +91,7 @@ def test_a_page_that_was_exchanged_for_a_cached_one_is_read_no_more(fleet: Signa
     """Equal answers side by side: the second goes on with the first one's blocks, its own are
     freed, and in this rig a freed page holds NaN."""
     rig = Rig(fleet.base, prefix_caching=True)
-    _with_graphs(rig, (1, 2, 4))
+    with_graphs(rig, (1, 2, 4))
     requests = [rig.submit([9] * 20, fleet.adapter(30), max_tokens=60) for _ in range(3)]
     rig.run()
     assert [rig.answer(request).tokens for request in requests] == [[31] * 60] * 3
@@ -97,7 +99,7 @@ def test_a_page_that_was_exchanged_for_a_cached_one_is_read_no_more(fleet: Signa
 
 def test_a_fault_in_a_recorded_step_ends_its_own_request(fleet: SignatureFleet) -> None:
     rig = Rig(fleet.base, failpoints={"forward:2": "raise@4+"})
-    _with_graphs(rig, (1, 2, 4))
+    with_graphs(rig, (1, 2, 4))
     requests = [rig.submit([i] * 4, fleet.adapter(20 + i), max_tokens=12) for i in range(4)]
     rig.run()
     for index, request in enumerate(requests):

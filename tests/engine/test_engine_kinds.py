@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine.engine_kit import Answer, Rig, adapter_ref
+from tests.engine.test_decode_graphs import with_graphs
 from tests.models import tiny
 from tests.models.harness import random_prompts
 from tests.models.peft_adapters import ALL, make_adapters, peft_logits
@@ -89,3 +90,38 @@ def test_base_and_adapters_answer_differently(case: Case) -> None:
     for one in range(len(KINDS) + 1):
         for other in range(one):
             assert (case.reference[one] - case.reference[other]).abs().max() > 0.05, (one, other)
+
+
+def test_recorded_decode_steps(case: Case) -> None:
+    """Steps for adapters with extras are recorded when first needed, and answer as eager ones."""
+    order = [0, 1, 2, 6, 7, 0, 8, 3]
+    answers = []
+    for row_counts in ((), (1, 2, 4, 8)):
+        rig = Rig(case.base, pages=900, page=PAGE)
+        recorded = with_graphs(rig, row_counts) if row_counts else []
+        at_start = len(recorded)
+        requests = [
+            rig.submit(case.prompt[: 4 + i], case.adapters[which], max_tokens=6 + 2 * i, logprobs=0)
+            for i, which in enumerate(order)
+        ]
+        rig.run()
+        answers.append([rig.answer(request) for request in requests])
+        assert not row_counts or len(recorded) > at_start
+        assert sum(work.replays > 0 for work in recorded[at_start:]) == len(recorded) - at_start
+    for eager, graphed in zip(*answers, strict=True):
+        assert eager.tokens == graphed.tokens
+
+
+@pytest.mark.gpu
+def test_on_the_device(case: Case) -> None:
+    """Kernels and captured steps: prompts as PEFT's, and greedy answers as the CPU gives them."""
+    how = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_lora_rank": 16}
+    rig = Rig(case.base, pages=900, page=PAGE, device="cuda:0", dtype="float32", **how)
+    assert rig.engine.parts.runner._graphs is not None
+    ask_all(rig, case, list(range(len(KINDS) + 1)))
+    ask_all(rig, case, [8, 2, 6])
+    on_cpu = Rig(case.base, pages=900, page=PAGE)
+    for which in range(len(KINDS) + 1):
+        wanted = on_cpu.ask(case.prompt, case.adapters[which], max_tokens=12)
+        found = rig.ask(case.prompt, case.adapters[which], max_tokens=12)
+        assert found.tokens == wanted.tokens, which

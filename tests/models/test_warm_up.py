@@ -52,7 +52,9 @@ def test_nothing_is_written_and_steps_go_on(
     runner.pool[0] = 0xFF  # the scratch page may hold anything
     pool, sized = runner.pool.clone(), []
 
-    def prepare(self: Segments, table: AdapterTable, num_tokens: int, rank: int) -> None:
+    def prepare(
+        self: Segments, table: AdapterTable, num_tokens: int, rank: int, *, extras: bool
+    ) -> None:
         assert table is runner.table
         sized.append(num_tokens)
         self.build([0] * num_tokens)

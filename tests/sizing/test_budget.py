@@ -147,6 +147,7 @@ def test_attention_partials_are_counted_on_a_card() -> None:
     rows = activation_bytes(LLAMA3_8B, 2, 8192)
     assert workspace == rows + parts + 4 * 256 * 128256 * 4
 
+
 @pytest.mark.parametrize(
     ("max_seqs", "last", "count"),
     [(1, 1, 1), (5, 8, 4), (64, 64, 9), (256, 256, 13), (4096, 512, 15)],
