@@ -256,7 +256,9 @@ def _bounds(
         cell = nearest(
             measured(), request.gpu, request.quantization.method, batch, adapters=bool(costs)
         )
-        if cell is not None:
+        if request.kv_itemsize != request.itemsize:  # every cell has KV in the compute dtype
+            row = replace(row, expected_from="no data with KV in FP8")
+        elif cell is not None:
             row = replace(
                 row, expected_tokens_s=row.tokens_s * cell.share, expected_from=cell.label
             )

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from multilora_cli.fleet.load import load_fleet
+from multilora_cli.fleet.schema import Fleet
+from multilora_cli.sizing import report
 from multilora_cli.sizing.bound import decode_bound
 from multilora_cli.sizing.budget import base_bytes
+from multilora_cli.sizing.efficiency import Measured
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.hardware import find_gpu
 from multilora_cli.sizing.pages import TARGETS, adapter_cost, kv_page_bytes, uniform_ranks
@@ -71,3 +74,17 @@ def test_a_plan_holds_twice_the_tokens(tmp_path: Path) -> None:
     assert 1.98 < tokens["fp8"] / tokens["auto"] <= 2.0
     assert plans["fp8"].memory.page_bytes == 2**20
     assert plans["fp8"].bounds[-1].base_ms < plans["auto"].bounds[-1].base_ms
+
+
+def test_nothing_is_expected_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of the bound are those of a KV cache in the compute dtype."""
+    cell = Measured("NVIDIA H200", 90, "awq", 64, False, 0.5, "0123456789abcdef")
+    monkeypatch.setattr(report, "measured", lambda: (cell,))
+    told = {}
+    for kv in ("auto", "fp8"):
+        fleet = Fleet.model_validate({"base": {"model": "./llama", "kv_cache_dtype": kv}})
+        request = PlanRequest(fleet, LLAMA3_8B, AWQ, 2, 80 * 2**30, find_gpu("h200"))
+        told[kv] = {row.batch: row for row in plan_fleet(request).bounds}
+    assert told["auto"][64].expected_tokens_s == pytest.approx(told["auto"][64].tokens_s / 2)
+    assert {row.expected_tokens_s for row in told["fp8"].values()} == {None}
+    assert {row.expected_from for row in told["fp8"].values()} == {"no data with KV in FP8"}
