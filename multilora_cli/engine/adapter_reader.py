@@ -1,5 +1,6 @@
 """How a loader thread turns an adapter's folder into the plan and pages of its image."""
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_kernels.layout import Extras, ImagePlan, plan_image
+
+_log = logging.getLogger(__name__)
 
 _PLANS_MAX = 256
 
@@ -64,9 +67,12 @@ class AdapterReader:
 
         def fill(pages: torch.Tensor) -> object:
             check = self._config.check_adapter_values
-            return build_image(
+            notes = build_image(
                 adapter, plan, self._dtype, pages, base=self._base, check_values=check
             )
+            for note in notes:
+                _log.warning("adapter %s (%s): %s", version.name, version.digest[:12], note)
+            return notes
 
         return plan, fill
 
