@@ -94,10 +94,16 @@ def _existing(option: str, path: Path | None) -> None:
 
 
 def _tokens(source: Path, text: Path) -> list[int]:
+    from multilora_cli.errors import BadInput
     from multilora_cli.text.calibration import read_text
     from multilora_cli.text.tokenizer import load_tokenizer
 
-    return load_tokenizer(source).encode(read_text(text, "--perplexity"))
+    tokens = load_tokenizer(source).encode(read_text(text, "--perplexity"))
+    if len(tokens) < 2:  # said before the work, not after it
+        raise BadInput(
+            f"--perplexity: {text} has {len(tokens)} tokens of this model, expected at least 2"
+        )
+    return tokens
 
 
 def _perplexities(

@@ -48,6 +48,9 @@ def test_perplexity_before_and_after(base: Path, tmp_path: Path) -> None:
     assert 0 < abs(measured["after"] / measured["before"] - 1) < 0.2
     ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "b")])
     assert f"perplexity: {measured['before']:.3f} before" in ran.stdout
+    text.write_text("x")
+    ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "c")])
+    assert ran.exit_code == 2 and "has 1 tokens of this model" in ran.stderr
     text.write_bytes(b"\xff\xfe")
     ran = runner.invoke(app, [*arguments, "-o", str(tmp_path / "c")])
     assert ran.exit_code == 2 and "not readable as UTF-8" in ran.stderr
