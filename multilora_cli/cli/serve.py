@@ -178,13 +178,15 @@ def _memory_lines(ready: "Ready") -> list[str]:
     from multilora_cli.units import format_size
 
     off, lines = deviations(ready.planned, ready.allocated), []
-    for part in {**ready.planned, **ready.allocated}:
-        line = f"{part} {format_size(ready.planned.get(part, 0))} planned"
+    for part, planned in ready.planned.items():
+        line = f"{part} {format_size(planned)} planned"
         if part in ready.allocated:
             line += f", {format_size(ready.allocated[part])} allocated"
         if part in off:
             line += f" ({off[part]:+.1%}, more than 2 % off)"
         lines.append(line)
+    for part in ready.allocated.keys() - ready.planned.keys():
+        lines.append(f"{part} {format_size(ready.allocated[part])} allocated, not planned")
     return lines
 
 
