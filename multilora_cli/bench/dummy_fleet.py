@@ -6,7 +6,7 @@ file whose adapters are `dummy:` ones. Any id gives text, as a real model's do.
 
 import json
 from collections.abc import Iterator
-from itertools import count, product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from multilora_cli.bench.neutral import Setting
 from multilora_cli.text.pieces import byte_alphabet
 
 _END = "<|end|>"
+_SPACE = "\u0120"  # how byte-level tokenizers write one
 _SYLLABLES = "aeiou", "bdfgklmnprstvz"
 _BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -56,9 +57,13 @@ def write_base(folder: Path, model: str, quantization: str, vocab_size: int = 0)
 
 
 def tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A byte-level tokenizer.json: 256 bytes, then words that no merge makes, then an end."""
-    words = _words()
-    tokens = [*byte_alphabet(), *(next(words) for _ in range(vocab_size - 257)), _END]
+    """A byte-level BPE tokenizer.json: 256 bytes, words of syllables, and an end.
+
+    Text of its words is encoded into the same ids again, so that clients that count tokens by
+    their own encoding count right.
+    """
+    merges = list(islice(_merges(), vocab_size - 257))
+    tokens = [*byte_alphabet(), *("".join(pair) for pair in merges), _END]
     return {
         "version": "1.0",
         "added_tokens": [
@@ -72,18 +77,20 @@ def tokenizer(vocab_size: int) -> dict[str, Any]:
         "model": {
             "type": "BPE",
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [],
+            "merges": [" ".join(pair) for pair in merges],
         },
     }  # fmt: skip
 
 
-def _words() -> Iterator[str]:
-    """` ba`, ` be` ... ` baba` ...: as long as common words, a space before each."""
+def _merges() -> Iterator[tuple[str, str]]:
+    """`b a`, then ` ba`, ` baba`, ` bababa` ...: each of a shorter word and one more syllable."""
     vowels, consonants = _SYLLABLES
-    syllables = [c + v for c, v in product(consonants, vowels)]
-    for length in count(1):
-        for parts in product(syllables, repeat=length):
-            yield "\u0120" + "".join(parts)
+    syllables = ["".join(pair) for pair in product(consonants, vowels)]
+    yield from product(consonants, vowels)
+    words = [_SPACE]
+    while True:
+        yield from product(words, syllables)
+        words = ["".join(pair) for pair in product(words, syllables)]
 
 
 def _write(path: Path, value: object) -> None:

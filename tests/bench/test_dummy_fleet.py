@@ -64,6 +64,10 @@ def test_every_id_of_a_dummy_vocabulary_has_text() -> None:
     assert all(pieces[:-1]) and pieces[-1] == b""  # the end is special
     assert len(set(pieces)) == 2000
     assert text.decode(text.encode("any text: \u00e9")) == "any text: \u00e9"
+    # Clients count tokens by encoding the text again: every word is one token again.
+    words = list(range(256, 1999))
+    assert [text.encode(text.decode([token_id])) for token_id in words] == [[i] for i in words]
+    assert text.encode(text.decode(words[65:])) == words[65:]  # those that begin with a space
 
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
