@@ -1,0 +1,40 @@
+"""The engine's table in docs/benchmarks.md is what the script makes of the records."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "benchmarks" / "engine-h200.jsonl"
+
+
+def test_the_document_holds_the_table_of_the_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = runpy.run_path(str(ROOT / "tools" / "engine_table.py"))
+    document = ROOT / "docs" / "benchmarks.md"
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(document.read_text())
+    monkeypatch.setitem(script["main"].__globals__, "DOCUMENT", copy)
+    monkeypatch.setattr(sys, "argv", ["engine_table.py", str(RECORDS)])
+    script["main"]()
+    assert copy.read_text() == document.read_text()
+    cells = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    for cell in cells:
+        if cell["kind"] == "cell":
+            assert f" {cell['step_ms']:.2f} |" in copy.read_text()
+
+
+def test_the_efficiency_of_the_plan_is_that_of_the_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = runpy.run_path(str(ROOT / "tools" / "efficiency.py"))
+    written = tmp_path / "efficiency.json"
+    monkeypatch.setitem(script["main"].__globals__, "OUTPUT", written)
+    script["main"]([str(path) for path in sorted(RECORDS.parent.glob("engine-h*.jsonl"))])
+    held = ROOT / "multilora_cli" / "sizing" / "efficiency.json"
+    assert json.loads(written.read_text()) == json.loads(held.read_text())
+    assert json.loads(held.read_text())["cells"]

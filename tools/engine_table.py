@@ -1,0 +1,109 @@
+"""Write the engine's table in docs/benchmarks.md from recorded lines of `mlora bench --offline`.
+
+    python tools/engine_table.py docs/benchmarks/engine-h200.jsonl
+
+What vLLM reaches on the same kind of card with the same workload is data too:
+docs/benchmarks/engine-peers-h200.jsonl. The table replaces what lies between the two markers.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+PEERS = ROOT / "docs" / "benchmarks" / "engine-peers-h200.jsonl"
+BEGIN, END = "<!-- engine table: begin -->", "<!-- engine table: end -->"
+TITLES = {
+    "base": "no adapter",
+    "one": "one adapter, rank 16 on all seven projections, shared by all rows",
+    "distinct": "64 adapters, rank 16 on all seven projections",
+    "mixed": "64 adapters, ranks 8, 16, 32 and 64 on attention",
+}
+BASES = {"none": "BF16", "fp8": "FP8", "awq": "AWQ INT4"}
+BATCHES = (1, 16, 64, 256)
+
+Record = dict[str, Any]
+
+
+def read(path: Path) -> list[Record]:
+    """The JSON lines of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def steps(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
+    """Milliseconds of a decode step, ours beside the peer's, by base, setting and batch."""
+    ours = {
+        (r["quantization"], r["setting"], r["batch"]): r for r in records if r["kind"] == "cell"
+    }
+    lines = ["| base | adapters | |" + "".join(f" B={batch} |" for batch in BATCHES)]
+    lines.append("|---" * (3 + len(BATCHES)) + "|")
+    for base, base_title in BASES.items():
+        for setting, title in TITLES.items():
+            cells = {batch: ours[base, setting, batch] for batch in BATCHES
+                     if (base, setting, batch) in ours}  # fmt: skip
+            if not cells:
+                continue
+            times = {batch: cell["step_ms"] for batch, cell in cells.items()}
+            bounds = {batch: cell["bound_ms"] for batch, cell in cells.items()}
+            lines.append(_row(base_title, title, "mlora", times))
+            lines.append(_row("", "", "least possible", bounds))
+            for peer in peers:
+                if (peer["quantization"], peer["setting"]) == (base, setting):
+                    found = {int(batch): ms for batch, ms in peer["step_ms"].items()}
+                    lines.append(_row("", "", peer["server"], found))
+    return lines
+
+
+def _row(base: str, adapters: str, who: str, times: Mapping[int, float]) -> str:
+    cells = "".join(f" {times[b]:.2f} |" if b in times else " - |" for b in BATCHES)
+    return f"| {base} | {adapters} | {who} |{cells}"
+
+
+def loads(records: Sequence[Record]) -> list[str]:
+    """Adapters loaded while others decode."""
+    lines = []
+    for record in records:
+        if record["kind"] != "loads":
+            continue
+        size = record["adapter_bytes"] / 1e6
+        times = [
+            f"{_median(record[name]):.0f} ms {where}"
+            for name, where in (
+                ("first_ms", "from files at their first load"),
+                ("again_ms", "from files with a known digest"),
+                ("warm_ms", "from host memory"),
+            )
+        ]
+        lines.append(
+            f"Adapters of {size:.0f} MB, loaded one by one while {record['batch']} answers decode,"
+            f" are hot after a median of {', '.join(times)}; the others' tokens come"
+            f" {record['step_ms']:.2f} ms apart, at most {record['gap_max_ms']:.2f} ms meanwhile."
+        )
+    return lines
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def main() -> None:
+    """Rewrite the table from the file named on the command line."""
+    records, peers = read(Path(sys.argv[1])), read(PEERS)
+    first = records[0]
+    source = (
+        f"Measured on {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, commit"
+        f" {first['commit']}: `{first['command']}`. Milliseconds between tokens while every request"
+        " decodes, median; 128 tokens in, 128 out. vLLM 0.26 was measured on the same kind of card"
+        " with the same workload; its records name its settings."
+    )
+    body = "\n".join([BEGIN, source, "", *steps(records, peers), "", *loads(records), END])
+    text = DOCUMENT.read_text()
+    start, stop = text.index(BEGIN), text.index(END) + len(END)
+    DOCUMENT.write_text(text[:start] + body + text[stop:])
+
+
+if __name__ == "__main__":
+    main()
