@@ -185,7 +185,7 @@ def _memory_lines(ready: "Ready") -> list[str]:
         if part in off:
             line += f" ({off[part]:+.1%}, more than 2 % off)"
         lines.append(line)
-    for part in ready.allocated.keys() - ready.planned.keys():
+    for part in (name for name in ready.allocated if name not in ready.planned):
         lines.append(f"{part} {format_size(ready.allocated[part])} allocated, not planned")
     return lines
 
