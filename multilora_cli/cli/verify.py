@@ -128,3 +128,5 @@ def _show(console: Console, result: "VerifyReport") -> None:
         show_details(console, result.adapters[0])
     show_adapters(console, result)
     show_drift(console, result)
+    for note in result.notes:
+        console.line(f"note: {note}")

@@ -27,6 +27,7 @@ from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.parity_run import Parity, ParityCheck, Subject
 from multilora_cli.engine.probe import ANSWER_TOKENS
 from multilora_cli.errors import BadInput, MloraError, Refused
+from multilora_cli.fleet.declared import declared_patterns
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
@@ -84,6 +85,7 @@ class VerifyReport:
     device: str
     dtype: str
     adapters: list[AdapterReport]
+    notes: tuple[str, ...] = ()  # of the fleet, not of one adapter
     base_drift: Agreement | None = None
     max_drift: float | None = None
 
@@ -123,6 +125,11 @@ class Verification:
             device=str(self._device),
             dtype=str(self._dtype).removeprefix("torch."),
             adapters=[],
+            notes=tuple(
+                f"pattern {pattern.pattern}: its adapters are not known before they are asked for,"
+                " and not verified; name one with --base"
+                for pattern in declared_patterns(loaded)
+            ),
         )
         self._subjects: list[Subject] = []
 

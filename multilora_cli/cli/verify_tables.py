@@ -92,6 +92,7 @@ def as_value(result: VerifyReport) -> dict[str, Any]:
             "drift": _agreement(result.base_drift),
         },
         "max_drift": result.max_drift,
+        "notes": list(result.notes),
         "adapters": [_adapter(adapter) for adapter in result.adapters],
     }
 

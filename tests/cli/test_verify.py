@@ -212,6 +212,17 @@ def test_drift_against_another_model_is_refused(
     assert result.exit_code == 2 and "num_layers: found 3" in result.stderr
 
 
+def test_patterns_are_said_not_to_be_verified(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        f"base: {{model: '{folder / 'base'}', name: tiny}}\n"
+        "adapters: [{pattern: 'tenants/{name}', source: './{name}'}]\n"
+    )
+    value = verified(path)
+    assert value["ok"] and value["adapters"] == []
+    assert value["notes"][0].startswith("pattern tenants/{name}: ")
+
+
 def test_quiet_is_one_line_an_adapter(folder: Path, fleet: Callable[..., Path]) -> None:
     path = fleet({"attention": folder / "attention"})
     result = runner.invoke(app, ["verify", str(path), "--no-parity", "--quiet"])

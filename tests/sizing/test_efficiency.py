@@ -62,7 +62,8 @@ def test_the_data_comes_from_the_benchmarks() -> None:
         if line
     ]
     made = [Measured(**cell) for cell in tool.cells(lines)]
-    assert list(measured()) == made
+    remedy = "run: python tools/efficiency.py docs/benchmarks/engine*.jsonl"
+    assert list(measured()) == made, remedy
     assert all(0 < cell.share < 1.05 for cell in made)
 
 
