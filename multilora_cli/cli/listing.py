@@ -12,6 +12,11 @@ _COLUMNS = (
     "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "used",
     "hits", "loads", "digest",
 )  # fmt: skip
+_WIDTHS = (4, 9, 7, 12, 12, 8, 21, 12, 12, 7, 8, 15)  # with borders; the name's own comes on top
+_LEFT_OUT = ("digest", "loads", "modules", "hits", "rank", "in flight")
+_SETS = {
+    "q k v o": "attention", "gate up down": "mlp", "q k v o gate up down": "all",
+}  # fmt: skip
 _TRAFFIC = ("found", "requests", "share", "TTFT p50", "TTFT p95")
 
 
@@ -47,7 +52,9 @@ def list_adapters(
         for row in rows:
             console.line(str(row["id"]))
         return
-    console.table(_COLUMNS, [_cells(row) for row in rows])
+    shown = _shown_columns(console, len(max((str(row["id"]) for row in rows), key=len, default="")))
+    cells = [_cells(row) for row in rows]
+    console.table([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells])
     for row in rows:
         if row.get("tier") == "failed":
             console.note(f"{row['id']}: {row.get('detail') or 'failed'}{_retry(row)}")
@@ -57,6 +64,20 @@ def list_adapters(
         console.note(f"changes at run time will not survive a restart: {reply['unsaved']}")
     if found.get("requests"):
         console.note(_summary(found))
+
+
+def _shown_columns(console: Console, name_width: int) -> list[int]:
+    """Where a terminal is too narrow for all columns, those that a person needs least are left out;
+    --json has them."""
+    import shutil
+
+    shown = list(range(len(_COLUMNS)))
+    if console.interactive:
+        room = shutil.get_terminal_size().columns - name_width
+        for column in _LEFT_OUT:
+            if sum(_WIDTHS[i] for i in shown) > room:
+                shown.remove(_COLUMNS.index(column))
+    return shown
 
 
 async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
@@ -101,20 +122,20 @@ def _milliseconds(value_s: float | None) -> str:
 
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    from multilora_cli.units import format_duration, format_size
+    from multilora_cli.units import format_size
 
-    modules = row.get("modules") or []
+    modules = " ".join(str(name).removesuffix("_proj") for name in row.get("modules") or ())
     idle_s = row.get("last_used_s")
     return (
         row["id"],
         row.get("tier", "-"),
         row.get("rank") or "-",
-        " ".join(str(module).removesuffix("_proj") for module in modules) or "-",
+        _SETS.get(modules, modules) or "-",
         format_size(int(row.get("bytes") or 0)),
         row.get("pages", 0),
         _kept(row),
         row.get("in_flight", 0),
-        "-" if idle_s is None else f"{format_duration(float(idle_s))} ago",
+        "-" if idle_s is None else f"{_span(idle_s)} ago",
         row.get("hits", 0),
         row.get("loads", 0),
         str(row.get("digest") or "-").removeprefix("sha256:")[:12],
@@ -122,22 +143,26 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _kept(row: dict[str, Any]) -> str:
-    """Where it is pinned, and how long it stays without being used: `hot, 58 min of 1 h`."""
-    from multilora_cli.units import format_duration
-
+    """Where it is pinned, and how long it stays if nobody uses it: `hot, 58 min left`."""
     words = [str(row["pin"])] if row.get("pin") else []
     ttl_s, left_s = row.get("ttl_s"), row.get("expires_in_s")
-    if ttl_s is not None:
-        whole = format_duration(float(ttl_s))
-        left = "" if left_s is None else f"{format_duration(float(left_s))} of "
-        words.append(left + whole)
+    if left_s is not None:
+        words.append(f"{_span(left_s)} left")
+    elif ttl_s is not None:
+        words.append(f"ttl {_span(ttl_s)}")
     return ", ".join(words) or "-"
 
 
-def _retry(row: dict[str, Any]) -> str:
-    from multilora_cli.units import format_duration
+def _span(seconds: float) -> str:
+    """A duration to read in passing: whole seconds, minutes, hours or days."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
+
+def _retry(row: dict[str, Any]) -> str:
     left_s = row.get("retry_in_s")
     if left_s is None:
         return f" (mlora warm {row['id']} tries it again)"
-    return f" (attempt {int(row.get('attempts') or 0) + 1} in {format_duration(float(left_s))})"
+    return f" (attempt {int(row.get('attempts') or 0) + 1} in {_span(float(left_s))})"
