@@ -159,7 +159,7 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_warps=4,
         shrink_stages=3,
         dot_k=128,
-        row_splits=4,
+        row_splits=4 if num_tokens <= 64 else 2,
         block_n=128 if few else 256,
         n_steps=1,
         rows_n=128,

@@ -348,7 +348,9 @@ def sgmv_expand(
         expand_decode_kernel[(lists.decode_grid(group.num_tasks, choice),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
             layer_start, y.stride(0), ROWS_N=choice.rows_n, ROW_SPLITS=choice.row_splits,
-            **constants,
+            # Of a sum's first two products the compiler fuses either, and not the same one for
+            # every BLOCK_N: bits would depend on the batch.
+            enable_fp_fusion=False, **constants,
         )  # fmt: skip
     else:
         expand_prefill_kernel[(group.num_tasks,)](

@@ -317,11 +317,15 @@ class WorkLists:
         tiles = -(-rank // TILE_RANKS)
         for name, group in self.groups.items():
             columns = group.choice.columns(group.shape, tiles)
-            tasks = sum(-(-d_out // columns) for d_out in group.shape.d_outs)
+            tasks = num_tokens * sum(-(-d_out // columns) for d_out in group.shape.d_outs)
+            # Rows that share an adapter take narrower columns: four to an adapter, as many programs
+            # as run at once.
+            shared = sum(-(-d_out // group.choice.rows_n) for d_out in group.shape.d_outs)
+            shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
             self.groups[name] = replace(
                 group,
                 num_tiles=num_tokens * tiles * len(group.shape.d_outs),
-                num_tasks=num_tokens * tasks,
+                num_tasks=max(tasks, shared),
             )
 
     def _grow(self, wanted: Mapping[str, Capacity]) -> None:

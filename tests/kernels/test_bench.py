@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
-from multilora_kernels.bench.__main__ import MODULES, best_choice, merge_tuned
-from multilora_kernels.bench.timing import Built, Case, record_of, sets_needed
+from multilora_kernels.bench import tuning
+from multilora_kernels.bench.selection import MODULES, Selection
+from multilora_kernels.bench.timing import Built, Case, Run, record_of, sets_needed
+from multilora_kernels.bench.tuning import Search, best_choice, merge_tuned
 from multilora_kernels.launch import H200, RTX_4090
 
 
@@ -55,6 +58,41 @@ def test_merge_keeps_other_entries(tmp_path: Path) -> None:
     merge_tuned(tmp_path, H200, {"a": {"z": {"n": 3}, "x": {"n": 4}}})
     table = json.loads((tmp_path / "h200.json").read_text())
     assert table == {"a": {"x": {"n": 4}, "z": {"n": 3}}, "b": {"y": {"n": 2}}}
+
+
+def test_a_search_stores_the_best_choice_of_each_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all cases of a key; what does not fit one of them is no candidate for the others."""
+    figures = {1: [9.0, 4.0], 2: [3.0, 5.0], 3: [1.0, None]}
+
+    def case(index: int) -> tuple[Case, Built]:
+        choices = tuple({"n": n} for n in figures)
+        made = Case("op", {"T": index}, 1.0, lambda _: Built(2, {}), tune_key="k", choices=choices)
+        return made, Built(2, {}, lambda choice: lambda _: figures[choice["n"]][index])
+
+    def timed(run: Run, *_: object, **__: object) -> list[float]:
+        us = run(0)
+        if us is None:
+            raise OutOfResources(2, 1, "shared memory")
+        return [float(str(us))] * 3
+
+    monkeypatch.setattr(tuning, "time_us", timed)
+    monkeypatch.setattr(tuning.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tuning.launch, "chip_of", lambda index: H200)
+    said: list[str] = []
+    search = Search(tmp_path, said.append)
+    records = [record for index in (0, 1) for record in search.run(*case(index))]
+    assert [record["us"] for record in records] == [9.0, 3.0, 1.0, 4.0, 5.0]
+    assert json.loads((tmp_path / "h200.json").read_text()) == {"op": {"k": {"n": 2}}}
+    assert said[0].endswith('1.00 us {"n": 3}')
+
+
+def test_a_selection_names_parts_of_ops_and_shapes() -> None:
+    wanted = list(Selection(("lora",), "tunes=order").cases())
+    assert wanted and all("order of sums" in case.label and case.choices for case in wanted)
+    assert all(case.compile is not None for case in wanted)
+    assert len(list(Selection().cases())) > len(list(Selection(("lora",)).cases())) > len(wanted)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,5 +1,6 @@
 """Quantised bases on a CUDA device: the kernels against the dequantised model in fp32."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from tests.models.quantized_kit import KINDS, quantise_checkpoint, with_activati
 
 pytestmark = pytest.mark.gpu
 
-# Largest mean difference of log-probabilities to fp32 on the CPU, as for 16-bit bases; rounding
-# activations to FP8 flips where bf16 differs from fp32.
+# Largest mean difference of log-probabilities to fp32 on the CPU, as for 16-bit bases.
 TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
-FP8_TOLERANCE = 3e-2
+# Activations that 16 bits round unlike fp32 flip to the next FP8 number, and flips multiply:
+# 0.054 in bf16, 0.043 in fp16 for this model, by the kernels' references as well. So the device may
+# be this much farther from fp32 than the references are in the same dtype.
+FP8_FACTOR = 1.25
 A100 = Chip("NVIDIA A100-SXM4-80GB", 80, 108)
 DEVICE = torch.device("cuda:0")
 PROMPTS = random_prompts([40, 1, 17, 80, 3], tiny.VOCAB, seed=4)
@@ -59,8 +62,13 @@ def test_logits_with_adapters(name: str, dtype: torch.dtype, tmp_path: Path) -> 
         return
     bare = [result for result, slot in zip(results, SLOTS, strict=True) if slot == 0]
     prompts = [prompt for slot, prompt in pairs if slot == 0]
-    rounded = with_activations(reference, kind)
-    assert mean_gap(bare, tiny.reference_logits(rounded, prompts)) < FP8_TOLERANCE
+    expected = tiny.reference_logits(with_activations(reference, kind), prompts)
+    packed = replace(stored, placement="packed")
+    on_cpu = load_decoder(
+        tmp_path / "base", geometry, torch.device("cpu"), dtype, quantization=packed
+    )
+    likewise = PagedRunner(on_cpu).run([Row(prompt) for prompt in prompts], ragged(5))
+    assert mean_gap(bare, expected) < FP8_FACTOR * mean_gap(likewise, expected)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "w8a8-dynamic", "fp8-static"])

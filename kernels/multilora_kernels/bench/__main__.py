@@ -5,18 +5,12 @@ With --tune, every case's launch choices are tried and the best stored in tuned/
 """
 
 import argparse
-import importlib
-import importlib.util
 import json
-import math
-import multiprocessing
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,11 +19,10 @@ import torch
 import triton
 
 from multilora_kernels import launch
+from multilora_kernels.bench.selection import Selection
 from multilora_kernels.bench.timing import Built, Case, record_of, time_us
+from multilora_kernels.bench.tuning import Search, compile_all
 
-# What a launch choice that does not fit the chip raises: it is no candidate.
-_TOO_LARGE = (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError)
-MODULES = ("attention", "lora", "gemm", "elementwise")
 TUNED = Path(launch.__file__).parent / "tuned"
 STAND_INS = {"rtx-4090": launch.RTX_4090, "h200": launch.H200}
 
@@ -54,18 +47,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--commit", help="commit to record where there is no git checkout")
     parser.add_argument("--samples", type=int, default=5, help="samples per figure")
     return parser.parse_args()
-
-
-def _cases(wanted: argparse.Namespace) -> Iterator[Case]:
-    for name in MODULES:
-        module = f"multilora_kernels.bench.{name}"
-        if importlib.util.find_spec(module) is None:
-            continue
-        for case in importlib.import_module(module).cases():
-            if wanted.op and not any(part in case.op for part in wanted.op):
-                continue
-            if wanted.shape is None or wanted.shape in case.label:
-                yield case
 
 
 def _commit() -> str:
@@ -93,67 +74,6 @@ def _environment(commit: str | None, chip: launch.Chip) -> dict[str, Any]:
     }
 
 
-def _time_choices(case: Case, built: Built) -> dict[str, float]:
-    """Microseconds of every launch choice (as JSON) that compiles and fits this chip."""
-    timed: dict[str, float] = {}
-    if built.with_choice is None:
-        return timed
-    for choice in case.choices:
-        try:
-            figures = time_us(built.with_choice(choice), built.num_sets, 3, sample_us=500.0)
-        except _TOO_LARGE:
-            continue
-        timed[json.dumps(choice)] = sorted(figures)[1]
-    for us, choice_text in sorted((us, text) for text, us in timed.items())[:3]:
-        _say(f"{case.op:24} {case.label:44} {us:10.2f} us {choice_text}")
-    return timed
-
-
-def _compile_part(arguments: argparse.Namespace, part: int) -> None:
-    """Launch every `--jobs`-th choice of the selected cases once: Triton caches on disk."""
-    if arguments.chip:
-        launch.force_chip(STAND_INS[arguments.chip])
-    device = torch.device("cuda", torch.cuda.current_device())
-    work = [
-        (case, choice)
-        for case in _cases(arguments)
-        if case.compile is not None
-        for choice in case.choices
-    ]
-    for case, choice in work[part :: arguments.jobs]:
-        assert case.compile is not None
-        with suppress(*_TOO_LARGE):
-            case.compile(device, choice)
-
-
-def _compile_all(arguments: argparse.Namespace) -> None:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(arguments.jobs, mp_context=context) as pool:
-        for done in [pool.submit(_compile_part, arguments, i) for i in range(arguments.jobs)]:
-            done.result()
-
-
-def best_choice(timed: list[dict[str, float]]) -> dict[str, Any] | None:
-    """The choice with the least geometric mean over the cases that share a key."""
-    shared = set.intersection(*(set(case) for case in timed))
-    if not shared:
-        return None
-    best = min(sorted(shared), key=lambda choice: sum(math.log(case[choice]) for case in timed))
-    choice: dict[str, Any] = json.loads(best)
-    return choice
-
-
-def merge_tuned(folder: Path, chip: launch.Chip, found: dict[str, dict[str, Any]]) -> None:
-    """Write `found` (op -> key -> choice) into the chip's table; other entries stay."""
-    path = folder / f"{chip.key}.json"
-    table = json.loads(path.read_text()) if path.is_file() else {}
-    for op, entries in found.items():
-        table[op] = dict(sorted({**table.get(op, {}), **entries}.items()))
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
-    launch.tuned_table.cache_clear()  # later cases build on what was just found
-
-
 def _time_case(case: Case, built: Built, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     chip = launch.chip_of(torch.cuda.current_device())
     for variant, run in built.variants.items():
@@ -178,25 +98,20 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     chip = launch.chip_of(torch.cuda.current_device())
     environment = _environment(arguments.commit, chip)
-    timed: dict[tuple[str, str], list[dict[str, float]]] = {}
+    selection = Selection(tuple(arguments.op or ()), arguments.shape)
+    search = Search(arguments.tuned, _say)
     if arguments.tune and arguments.jobs > 1:
-        _compile_all(arguments)
-    for case in _cases(arguments):
+        compile_all(selection, chip if arguments.chip else None, arguments.jobs)
+    for case in selection.cases():
         if arguments.tune and not case.choices:
             continue
         built = case.build(device)
-        if arguments.tune:
-            key = (case.op, case.tune_key)
-            timed.setdefault(key, []).append(_time_choices(case, built))
-            best = best_choice(timed[key])
-            if best is not None:
-                merge_tuned(arguments.tuned, chip, {case.op: {case.tune_key: best}})
-        else:
-            for record in _time_case(case, built, arguments):
-                if arguments.output is not None:
-                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                    with arguments.output.open("a") as lines:
-                        lines.write(json.dumps({**record, **environment}) + "\n")
+        records = search.run(case, built) if arguments.tune else _time_case(case, built, arguments)
+        for record in records:
+            if arguments.output is not None:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                with arguments.output.open("a") as lines:
+                    lines.write(json.dumps({**record, **environment}) + "\n")
         del built
         torch.cuda.empty_cache()
 

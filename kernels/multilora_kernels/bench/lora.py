@@ -19,6 +19,7 @@ from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
 from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS, MODULES, ImagePlan, page_bytes, plan_image
 from multilora_kernels.lora_choice import (
+    DECODE_BUCKETS,
     Choose,
     GroupShape,
     LoraChoice,
@@ -45,22 +46,44 @@ _BASELINE_ROWS = 64
 
 # Around what the searches of docs/benchmarks/lora-tuning-h200.jsonl left in the running.
 DECODE_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
-    {"block_n": block_n, "rows_n": 128, "expand_registers": registers, "programs_per_sm": cap}
-    for block_n, registers in ((128, None), (128, 128), (64, 96))
-    for cap in (8, 16, 32)
-)
+    {
+        "block_n": block_n, "expand_registers": expand, "rows_n": rows_n,
+        "shrink_registers": shrink, "row_splits": row_splits, "programs_per_sm": cap,
+    }
+    for block_n, expand, rows_n, shrink, row_splits, cap in (
+        (128, None, 128, 80, 4, 16),
+        (128, None, 128, 80, 2, 16),
+        (128, None, 128, None, 4, 16),
+        (256, 128, 128, 80, 4, 16),
+        (256, 128, 128, 80, 2, 16),
+        (256, 128, 128, 80, 2, 8),
+        (256, None, 128, 80, 2, 16),
+    )
+)  # fmt: skip
 ORDER_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
-    {"block_k": block_k, "k_steps": steps, "shrink_warps": warps, "expand_warps": 4}
-    for block_k, steps, warps in ((256, 1, 2), (512, 1, 4), (512, 2, 4), (1024, 1, 4), (1024, 2, 4))
+    {"block_k": block_k, "k_steps": steps, "shrink_warps": warps, "expand_warps": expand}
+    for block_k, steps, warps, expand in (
+        (512, 1, 4, 4),
+        (512, 4, 4, 4),
+        (1024, 1, 4, 4),
+        (1024, 1, 8, 4),
+        (1024, 1, 4, 8),
+        (2048, 1, 8, 4),
+    )
 )
 PREFILL_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
     {
         "block_m": 64, "block_k": block_k, "k_steps": span // block_k, "shrink_stages": 3,
-        "block_n": block_n, "n_steps": steps, "expand_warps": 4,
+        "block_n": block_n, "n_steps": steps, "expand_warps": warps,
     }
-    for block_k in (64, 128)
-    for span in (1024, 4096)
-    for block_n, steps in ((64, 4), (64, 8), (128, 2), (128, 4))
+    for block_k, span, block_n, steps, warps in (
+        (64, 1024, 64, 8, 4),
+        (64, 1024, 128, 4, 4),
+        (64, 2048, 64, 8, 4),
+        (64, 2048, 128, 4, 8),
+        (64, 4096, 64, 8, 4),
+        (64, 4096, 128, 4, 4),
+    )
 )  # fmt: skip
 
 
@@ -254,8 +277,9 @@ def _case(cell: LoraCell) -> Case:
         if is_decode(cell.rows)
         else f"prefill {prefill_bucket(cell.rows)}"
     )
-    tunes = cell.ranks == "16" and cell.popularity in ("distinct", "8 adapters")
-    tunes = tunes and cell.rows in (4, 16, 64, 256, 2048, 8192)
+    tunes = cell.ranks in ("16", "64", "mix")
+    tunes = tunes and cell.popularity in ("distinct", "skewed", "8 adapters")
+    tunes = tunes and cell.rows in (*DECODE_BUCKETS, 2048, 8192)
     choices = (DECODE_CHOICES if is_decode(cell.rows) else PREFILL_CHOICES) if tunes else ()
     return Case(
         op="lora",
