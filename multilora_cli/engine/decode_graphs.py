@@ -125,6 +125,8 @@ class DecodeGraphs:
         progress(0, len(self._row_counts) * len(self._ranks))
         for rank in self._ranks:  # what an eager step allocates is the workspace's, not the graphs'
             self._warm_up(self._row_counts[-1], rank)
+        # A capture empties the allocator's cache: what warming up left there is not the graphs'.
+        torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(device)[0]
         self.record_all(_Memory().record, progress)
         torch.cuda.synchronize(device)
