@@ -14,7 +14,7 @@ from multilora_cli.adapters.residency import Residency
 from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.engine.decode_graphs import DecodeGraphs
+from multilora_cli.engine.decode_graphs import DecodeGraphs, GraphMemory
 from multilora_cli.engine.device_memory import Allocation, plan_memory
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
@@ -22,6 +22,7 @@ from multilora_cli.engine.fair_order import FairOrder
 from multilora_cli.engine.messages import Ready
 from multilora_cli.engine.model_runner import ModelRunner
 from multilora_cli.engine.page_copier import PageCopier
+from multilora_cli.engine.prompt_graphs import PromptGraphs
 from multilora_cli.engine.scheduler import Limits, Scheduler
 from multilora_cli.errors import BadInput
 from multilora_cli.memory.eviction import EvictionRule, Evictor
@@ -118,7 +119,7 @@ class _Assembly:
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_chunk_beside_decode=config.max_chunk_beside_decode,
+            max_chunk_beside_decode=self._chunk_beside_decode(),
             max_adapters=config.distinct_adapters,
             usable_pages=self.pool.usable,
             adapter_wait_s=config.adapter_wait_s,
@@ -126,6 +127,11 @@ class _Assembly:
             max_adapter_pages=_pages_within(config.max_adapter_bytes, self.pool.page_bytes),
         )
         return Scheduler(limits, self.kv, residency, self.now, FairOrder(config.fairness))
+
+    def _chunk_beside_decode(self) -> int:
+        """What was asked for, or the most that a captured step holds."""
+        captured = [step.tokens for step in self.allocation.prompt_steps]
+        return min([self.config.max_chunk_beside_decode, *([max(captured)] if captured else [])])
 
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device; on CUDA with its decode steps captured."""
@@ -138,6 +144,7 @@ class _Assembly:
         kv_dtype = self.allocation.kv_dtype
         builder = BatchBuilder(self.buffer.pages, self.table, segments, sampled, kv_dtype)
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         if device.type == "cuda":
             self.table.settle(self.pool.page_bytes, self.allocation.dtype.itemsize)
             warm_up(
@@ -156,8 +163,21 @@ class _Assembly:
                 self.max_model_len,
                 config.max_lora_rank,
             )
-            self.graphs.capture(lambda done, total: self.report("graphs", done, total))
-        return ModelRunner(decoder, builder, self.failpoints, self.graphs)
+            memory = GraphMemory()
+            self.graphs.capture(memory, self._report_graphs)
+            if self.allocation.prompt_steps:
+                self.prompt_graphs = PromptGraphs(
+                    decoder,
+                    builder,
+                    self.allocation.prompt_steps,
+                    self.max_model_len,
+                    config.max_lora_rank,
+                )
+                self.prompt_graphs.capture(memory, self._report_graphs)
+        return ModelRunner(decoder, builder, self.failpoints, self.graphs, self.prompt_graphs)
+
+    def _report_graphs(self, done: int, total: int) -> None:
+        self.report("graphs", done, total)
 
     def ready(self, decoder: Decoder) -> Ready:
         """What was allocated, beside what was planned."""
@@ -169,6 +189,8 @@ class _Assembly:
         }
         if self.graphs is not None:
             allocated["graphs"] = self.graphs.nbytes
+        if self.prompt_graphs is not None:
+            allocated["graphs"] += self.prompt_graphs.nbytes
         if self.allocation.device.type == "cuda":
             allocated["lists"] = self.segments.nbytes
         return Ready(

@@ -9,7 +9,6 @@ here, which travel in one copy, the page pool, the adapter table, and the work l
 from the logits that it leaves.
 """
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -20,9 +19,9 @@ import torch
 
 from multilora_cli.engine.batch import BatchBuilder, late_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
+from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.sampler import greedy
-from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.budget import graph_ranks
@@ -36,7 +35,6 @@ Record = Callable[[Callable[[], None]], "Captured"]
 # Tokens, places, positions, slot mapping, sequence lengths; the last field holds one number, the
 # width of the page table that follows.
 _FIELDS = 6
-_WIDTH = 16  # page tables grow in these steps
 
 
 class CapturedStep(NamedTuple):
@@ -55,7 +53,7 @@ class Captured(Protocol):
         ...
 
 
-class _Memory:
+class GraphMemory:
     """What graphs allocate from: one pool for all, since steps do not overlap."""
 
     def __init__(self) -> None:
@@ -91,7 +89,7 @@ class DecodeGraphs:
         self._record: Record | None = None
         device = builder.pool.device
         most = self._row_counts[-1]
-        columns = -(-pages_for(max_context) // _WIDTH) * _WIDTH
+        columns = table_columns(max_context)
         # Kernels are compiled for pointers at multiples of 16 bytes, so every field begins at one.
         self._field = -(-most // 4) * 4
         self._inputs = torch.zeros(
@@ -104,7 +102,7 @@ class DecodeGraphs:
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._told = torch.zeros(most, dtype=torch.int64, device=device)
-        self._pages = _PageRows(most, columns)
+        self._pages = PageRows(most, columns)
         self._staging = Staging(device)
         self.nbytes = 0  # of device memory that the graphs hold
 
@@ -119,7 +117,7 @@ class DecodeGraphs:
             and not any(row.sequence.wants_prompt_logprobs for row in rows)
         )
 
-    def capture(self, progress: Progress) -> None:
+    def capture(self, memory: GraphMemory, progress: Progress) -> None:
         """Capture every step; `progress` is told how many are done, and of how many."""
         device = self._builder.pool.device
         progress(0, len(self._row_counts) * len(self._ranks))
@@ -128,7 +126,7 @@ class DecodeGraphs:
         # A capture empties the allocator's cache: what warming up left there is not the graphs'.
         torch.cuda.empty_cache()
         free_before = torch.cuda.mem_get_info(device)[0]
-        self.record_all(_Memory().record, progress)
+        self.record_all(memory.record, progress)
         torch.cuda.synchronize(device)
         fixed = (self._inputs, self._page_table, self._query_start, self._logits)
         self.nbytes = sum(tensor.nbytes for tensor in fixed)
@@ -232,7 +230,7 @@ class DecodeGraphs:
                 places.append(-1)
         fields[0, :count], fields[1, :count] = tokens, places
         positions = np.array(starts, dtype=np.int32)
-        table = self._pages.update(rows, padded)
+        table = self._pages.update(rows, range(count), padded)
         pages = table[np.arange(count), positions // BLOCK_TOKENS]
         fields[2, :count] = positions
         fields[3, :count] = pages * BLOCK_TOKENS + positions % BLOCK_TOKENS
@@ -244,28 +242,3 @@ class DecodeGraphs:
         """What the captured step for adapters of up to `rank` is called."""
         sized = self._ranks[1:]
         return next((size for size in sized if size >= rank), sized[-1])
-
-
-class _PageRows:
-    """The page tables of the last step's rows, of which the next step's rows change little.
-
-    A sequence's page table only grows; where a page is exchanged it is a new array (KVCache).
-    """
-
-    def __init__(self, most: int, columns: int) -> None:
-        self._table = np.zeros((most, columns), dtype=np.int32)
-        self._held: list[tuple[array[int], int]] = [(array("i"), 0)] * most
-
-    def update(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:
-        """int32 [padded, width]: page tables of `rows`; spare rows and entries mean nothing."""
-        table, held, width = self._table, self._held, 1
-        for index, row in enumerate(rows):
-            pages = row.pages
-            count = len(pages)
-            before, known = held[index]
-            if before is not pages or known != count:
-                start = known if before is pages else 0
-                table[index, start:count] = np.frombuffer(pages, dtype=np.int32)[start:]
-                held[index] = (pages, count)
-            width = max(width, count)
-        return table[:padded, : min(-(-width // _WIDTH) * _WIDTH, table.shape[1])]

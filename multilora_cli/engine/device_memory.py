@@ -8,7 +8,7 @@ import torch
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import BadInput, Refused
 from multilora_cli.models.quantized import base_quantization, placed
-from multilora_cli.sizing.budget import MemoryPlan
+from multilora_cli.sizing.budget import MemoryPlan, PromptStep
 from multilora_cli.sizing.device import StepSizes, cut_device
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
@@ -38,6 +38,7 @@ class Allocation:
     max_blocks: int
     quantization: Quantization  # of the base's linears, as they lie on the device
     graph_rows: tuple[int, ...]  # decode steps that are captured; none on a CPU
+    prompt_steps: tuple[PromptStep, ...]  # and steps with prompts
 
 
 def choose_device(name: str) -> torch.device:
@@ -101,6 +102,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         config.max_model_len or geometry.max_position,
         chip=chip_of(device.index or 0) if device.type == "cuda" else None,
         captured=config.cuda_graphs,
+        captured_prompts=config.capture_prompts,
     )
     pool = config.pool_bytes
     if pool is None and device.type == "cpu" and config.device_bytes is None:
@@ -114,7 +116,14 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         pool=pool,
     )
     return Allocation(
-        device, dtype, kv_dtype, cut.plan, cut.max_blocks, quantization, step.graph_rows
+        device,
+        dtype,
+        kv_dtype,
+        cut.plan,
+        cut.max_blocks,
+        quantization,
+        step.graph_rows,
+        step.prompt_steps,
     )
 
 

@@ -21,6 +21,7 @@ from multilora_cli.engine.decode_graphs import DecodeGraphs
 from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.fence import Fence, fence_of
 from multilora_cli.engine.messages import TokenLogprobs
+from multilora_cli.engine.prompt_graphs import PromptGraphs
 from multilora_cli.engine.sequence import Sequence
 from multilora_cli.layers.sampler import (
     Logprobs,
@@ -116,10 +117,12 @@ class ModelRunner:
         builder: BatchBuilder,
         failpoints: Failpoints,
         graphs: DecodeGraphs | None = None,
+        prompt_graphs: PromptGraphs | None = None,
     ) -> None:
         self._decoder = decoder
         self._builder = builder
         self._graphs = graphs
+        self._prompt_graphs = prompt_graphs
         self._pool = builder.pool
         self._failpoints = failpoints
         # Called with request id, position of the first row and float32 [rows, vocab] of logits of
@@ -176,6 +179,8 @@ class ModelRunner:
             self._failpoints.hit("forward", row.sequence.request_id)
         if self._graphs is not None and self._graphs.holds(rows):
             return self._run_captured(self._graphs, placed, rows)
+        if self._prompt_graphs is not None and self._prompt_graphs.holds(rows):
+            return self._run_prompts(self._prompt_graphs, placed, rows)
         step = self._builder.build(rows)
         last_rows = step.last_rows.tolist()
         hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
@@ -212,6 +217,17 @@ class ModelRunner:
         if wanted != list(range(len(rows))):
             logits = logits[self._on_device(wanted)]
         return _Pass(indices, draws, *self._sample(logits, draws, batch), {})
+
+    def _run_prompts(
+        self, graphs: PromptGraphs, placed: list[_Placed], rows: list[ScheduledRow]
+    ) -> _Pass:
+        """A captured step with prompts leaves the logits of every sequence's last token."""
+        logits, sequences = graphs.run(rows)
+        indices, draws = [index for index, _, _ in placed], _draws(placed, sequences)
+        if not draws:
+            return _Pass(indices, draws, None, None, {})
+        logits = logits[self._on_device([draw.token_row for draw in draws])]
+        return _Pass(indices, draws, *self._sample(logits, draws, self._sampling(draws)), {})
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         """int64, without waiting for what runs there."""

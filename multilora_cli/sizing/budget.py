@@ -23,6 +23,11 @@ _DECODE_SPLITS = 32
 # Decode steps that are captured, in rows; a step runs as the next larger one, its spare rows idle.
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GRAPH_RANKS = (16, 64)
+# Captured steps with prompts. Up to 512 token rows run LoRA's decode kernels, whose buffers are
+# fixed; 256 tokens beside 256 rows are the most.
+MAX_CHUNKS = 16
+_PROMPT_DECODES = (8, 64, 256)
+_PROMPT_TOKENS = (64, 256)
 # What the driver keeps of a captured step: its nodes, and what launching it again needs.
 GRAPH_BYTES_PER_LAYER = 64 * 1024
 GRAPH_BYTES = 2**20
@@ -141,6 +146,26 @@ def graph_rows(max_seqs: int) -> tuple[int, ...]:
     return tuple(rows for rows in _GRAPH_ROWS if rows <= covering)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptStep:
+    """Room of a captured step with prompts: rows of one token, and tokens of up to 16 chunks."""
+
+    decodes: int
+    tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Token rows, spare ones included."""
+        return self.decodes + self.tokens
+
+
+def prompt_steps(max_seqs: int) -> tuple[PromptStep, ...]:
+    """Steps with prompts that are captured where up to `max_seqs` sequences run."""
+    covering = next((rows for rows in _PROMPT_DECODES if rows >= max_seqs), _PROMPT_DECODES[-1])
+    decodes = [rows for rows in _PROMPT_DECODES if rows <= covering]
+    return tuple(PromptStep(rows, tokens) for rows in decodes for tokens in _PROMPT_TOKENS)
+
+
 def graph_ranks(max_rank: int) -> tuple[int, ...]:
     """What each of those steps is captured for: 0, the base alone, and ranks of adapters.
 
@@ -151,9 +176,14 @@ def graph_ranks(max_rank: int) -> tuple[int, ...]:
 
 
 def graph_bytes(
-    geometry: ModelGeometry, itemsize: int, rows: Sequence[int], max_rank: int, max_context: int
+    geometry: ModelGeometry,
+    itemsize: int,
+    rows: Sequence[int],
+    max_rank: int,
+    max_context: int,
+    prompts: Sequence[PromptStep] = (),
 ) -> int:
-    """Device bytes of decode steps captured for each number of `rows`; 0 for none.
+    """Device bytes of steps captured for each number of decode `rows`, and of `prompts`.
 
     The driver's copies of all graphs; the fixed tensors that they read and leave their logits in;
     and the one pool that they share for activations and the parts of decode attention, for the
@@ -161,11 +191,14 @@ def graph_bytes(
     """
     if not rows:
         return 0
-    most, num_graphs = max(rows), len(rows) * len(graph_ranks(max_rank))
+    num_graphs = (len(rows) + len(prompts)) * len(graph_ranks(max_rank))
     kept = num_graphs * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
-    tables = 2 * most * -(-max_context // TOKENS_PER_PAGE) * 4
-    logits = most * geometry.vocab_size * 4
-    shared = activation_bytes(geometry, itemsize, most) + partial_bytes(geometry, most)
+    # Sequences that decode steps and those with prompts have room for, each in tensors of its own.
+    sequences = [max(rows), *([max(s.decodes for s in prompts) + MAX_CHUNKS] if prompts else [])]
+    tables = 2 * sum(sequences) * -(-max_context // TOKENS_PER_PAGE) * 4
+    logits = sum(sequences) * geometry.vocab_size * 4
+    tokens = max([*rows, *(step.num_tokens for step in prompts)])
+    shared = activation_bytes(geometry, itemsize, tokens) + partial_bytes(geometry, max(rows))
     return kept + tables + logits + shared
 
 

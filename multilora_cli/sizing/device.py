@@ -7,11 +7,13 @@ from multilora_cli.errors import ModelError
 from multilora_cli.fleet.schema import Limits
 from multilora_cli.sizing.budget import (
     MemoryPlan,
+    PromptStep,
     base_bytes,
     graph_bytes,
     graph_rows,
     max_blocks,
     plan_pool,
+    prompt_steps,
     table_bytes,
     workspace_bytes,
 )
@@ -35,6 +37,7 @@ class StepSizes:
     max_context: int  # tokens of the longest sequence
     chip: Chip | None  # the card; None: a CPU
     captured: bool = True  # decode steps as CUDA graphs; never on a CPU
+    captured_prompts: bool = False  # and steps with short chunks of prompts
 
     @classmethod
     def of_limits(
@@ -54,6 +57,11 @@ class StepSizes:
     def graph_rows(self) -> tuple[int, ...]:
         """Rows of the decode steps that are captured."""
         return graph_rows(self.max_seqs) if self.chip is not None and self.captured else ()
+
+    @property
+    def prompt_steps(self) -> tuple[PromptStep, ...]:
+        """Steps with prompts that are captured."""
+        return prompt_steps(self.max_seqs) if self.graph_rows and self.captured_prompts else ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,14 @@ def cut_device(
             step.max_rank,
             on_card=step.chip is not None,
         ),
-        "graphs": graph_bytes(geometry, itemsize, step.graph_rows, step.max_rank, step.max_context),
+        "graphs": graph_bytes(
+            geometry,
+            itemsize,
+            step.graph_rows,
+            step.max_rank,
+            step.max_context,
+            step.prompt_steps,
+        ),
         "lists": _list_bytes(geometry, itemsize, kv_page_bytes(geometry, kv_itemsize), step),
     }
     # The table depends on the pool it serves; without a given one it is counted for all that is

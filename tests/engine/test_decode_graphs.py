@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from multilora_cli.engine.decode_graphs import DecodeGraphs
+from multilora_cli.engine.prompt_graphs import PromptGraphs
+from multilora_cli.sizing.budget import PromptStep
 from tests.engine.conftest import SignatureFleet
 from tests.engine.engine_kit import Rig
 
@@ -25,8 +27,13 @@ class Repeated:
         self.replays += 1
 
 
-def with_graphs(rig: Rig, row_counts: tuple[int, ...], max_rank: int = 64) -> list[Repeated]:
-    """Let `rig` run its decode steps from recorded ones."""
+def with_graphs(
+    rig: Rig,
+    row_counts: tuple[int, ...],
+    max_rank: int = 64,
+    prompts: tuple[PromptStep, ...] = (),
+) -> list[Repeated]:
+    """Let `rig` run its decode steps from recorded ones, and those with prompts that fit."""
     recorded: list[Repeated] = []
 
     def record(work: Callable[[], None]) -> Repeated:
@@ -43,14 +50,24 @@ def with_graphs(rig: Rig, row_counts: tuple[int, ...], max_rank: int = 64) -> li
     graphs = DecodeGraphs(runner._decoder, builder, row_counts, parts.max_model_len, max_rank)
     graphs.record_all(record, lambda done, total: None)
     runner._graphs = graphs
+    if prompts:
+        chunks = PromptGraphs(runner._decoder, builder, prompts, parts.max_model_len, max_rank)
+        chunks.record_all(record, lambda done, total: None)
+        runner._prompt_graphs = chunks
     return recorded
 
 
+PROMPTS = (PromptStep(2, 16), PromptStep(4, 64))
+
+
+@pytest.mark.parametrize("prompts", [(), PROMPTS])
 @pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_recorded_steps_give_the_same_answers(fleet: SignatureFleet, steps_ahead: int) -> None:
+def test_recorded_steps_give_the_same_answers(
+    fleet: SignatureFleet, steps_ahead: int, prompts: tuple[PromptStep, ...]
+) -> None:
     signatures = [None, 0, 20, 95, 96, 150, 191]
-    rig = Rig(fleet.base, steps_ahead=steps_ahead)
-    recorded = with_graphs(rig, (1, 2, 4, 8))
+    rig = Rig(fleet.base, steps_ahead=steps_ahead, max_chunk_beside_decode=20)
+    recorded = with_graphs(rig, (1, 2, 4, 8), prompts=prompts)
     requests = {}
     for i in range(12):  # more than the largest recorded step, and then fewer and fewer
         k = signatures[i % len(signatures)]
@@ -63,11 +80,14 @@ def test_recorded_steps_give_the_same_answers(fleet: SignatureFleet, steps_ahead
         want = [i + 1 + j for j in range(count)] if k is None else [k + 1] * count
         assert rig.answer(request).tokens == want, (k, i)
     assert sum(work.replays > 0 for work in recorded) >= 4, "hardly any step was a recorded one"
+    with_prompts = recorded[3 * 4 :]
+    assert len(with_prompts) == 3 * len(prompts)
+    assert sum(work.replays for work in with_prompts) >= 4 * bool(prompts)
 
 
 def test_several_answers_and_prompt_logprobs_beside_recorded_steps(fleet: SignatureFleet) -> None:
     plain, graphed = Rig(fleet.base, steps_ahead=0), Rig(fleet.base)
-    with_graphs(graphed, (1, 2, 4, 8, 16))
+    with_graphs(graphed, (1, 2, 4, 8, 16), prompts=(PromptStep(8, 64),))
     wanted = []
     for rig in (plain, graphed):
         how = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "logprobs": 2, "max_tokens": 20}

@@ -1,0 +1,44 @@
+"""Page tables of a captured step's rows, kept on the host from step to step."""
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from multilora_cli.engine.batch_plan import ScheduledRow
+from multilora_cli.memory.kv_cache import pages_for
+
+_WIDTH = 16  # page tables grow in these steps
+
+
+def table_columns(max_context: int) -> int:
+    """Columns of a page table for sequences of up to `max_context` tokens."""
+    return -(-pages_for(max_context) // _WIDTH) * _WIDTH
+
+
+class PageRows:
+    """The page tables of the last step's rows, of which the next step's rows change little.
+
+    A sequence's page table only grows; where a page is exchanged it is a new array (KVCache).
+    """
+
+    def __init__(self, most: int, columns: int) -> None:
+        self._table = np.zeros((most, columns), dtype=np.int32)
+        self._held: list[tuple[array[int], int]] = [(array("i"), 0)] * most
+
+    def update(
+        self, rows: Sequence[ScheduledRow], places: Sequence[int], padded: int
+    ) -> npt.NDArray[np.int32]:
+        """int32 [padded, width]: page tables of `rows` at `places`; the rest means nothing."""
+        table, held, width = self._table, self._held, 1
+        for index, row in zip(places, rows, strict=True):
+            pages = row.pages
+            count = len(pages)
+            before, known = held[index]
+            if before is not pages or known != count:
+                start = known if before is pages else 0
+                table[index, start:count] = np.frombuffer(pages, dtype=np.int32)[start:]
+                held[index] = (pages, count)
+            width = max(width, count)
+        return table[:padded, : min(-(-width // _WIDTH) * _WIDTH, table.shape[1])]
