@@ -150,11 +150,11 @@ def main() -> None:
         f" {first['commit']}: `{first['command']}`. Peers: see the file beside the records."
     )
     shared = {key: record for key, record in stand_in.items() if key not in found}
+    only = "Of cells without a valid figure of the H200's choices, those of the RTX 4090's:"
+    rest = [only, "", *summary(peers, shared), ""] if shared else []
     body = "\n".join(
         [
-            BEGIN, source, "", *summary(peers, found), "",
-            "Of cells without a valid figure of the H200's choices, those of the RTX 4090's:", "",
-            *summary(peers, shared), "", *steps(records), "",
+            BEGIN, source, "", *summary(peers, found), "", *rest, *steps(records), "",
             *cell_rows(peers, found, stand_in), END,
         ]
     )  # fmt: skip
