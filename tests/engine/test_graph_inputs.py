@@ -6,7 +6,7 @@ import torch
 from multilora_cli.engine.decode_graphs import _FIELDS, DecodeGraphs
 from tests.engine.conftest import SignatureFleet
 from tests.engine.engine_kit import Rig
-from tests.engine.test_decode_graphs import _with_graphs
+from tests.engine.test_decode_graphs import with_graphs
 
 
 def addresses(rig: Rig) -> dict[str, int]:
@@ -32,7 +32,7 @@ def test_two_hundred_loads_move_nothing_that_a_graph_reads(fleet: SignatureFleet
     """A-OUT-09: adapters come and go between steps that were recorded before them."""
     rig = Rig(fleet.base, num_slots=4, pages=64)
     rig.ask([3, 4], fleet.adapter(0), max_tokens=1)  # the table learns its geometry
-    recorded = _with_graphs(rig, (1, 2, 4))
+    recorded = with_graphs(rig, (1, 2, 4))
     before = addresses(rig)
     for i in range(200):
         k = (20, 95, 96, 150, 191)[i % 5]
@@ -48,7 +48,7 @@ def test_two_hundred_loads_move_nothing_that_a_graph_reads(fleet: SignatureFleet
 def test_spare_rows_have_no_adapter_and_write_nowhere(fleet: SignatureFleet) -> None:
     """A-OUT-09: three rows run as a step of four; the fourth belongs to nobody."""
     rig = Rig(fleet.base)
-    _with_graphs(rig, (4,))
+    with_graphs(rig, (4,))
     graphs = rig.engine.parts.runner._graphs
     assert isinstance(graphs, DecodeGraphs)
     segments, upload = graphs._builder.segments, graphs._staging.upload
