@@ -28,6 +28,7 @@ class EngineOptions:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    capture_prompts: bool
     kv_bytes: int
     tight_bytes: int  # pool of settings in which adapters and KV have little room
 
@@ -105,6 +106,7 @@ def _config(options: EngineOptions, quantization: str, settings: "Sequence[Setti
         host_adapter_bytes=image_bytes + 2**20 * len(sources),
         prefix_caching=False,
         num_loaders=4,
+        capture_prompts=options.capture_prompts,
     )
 
 

@@ -11,9 +11,15 @@ pytestmark = pytest.mark.gpu
 PROMPT = list(range(5, 65))
 
 
+@pytest.mark.parametrize("capture_prompts", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_mixed_batch_on_the_device(fleet: SignatureFleet, dtype: str) -> None:
-    rig = Rig(fleet.base, device="cuda:0", dtype=dtype, max_num_batched_tokens=96)
+def test_mixed_batch_on_the_device(
+    fleet: SignatureFleet, dtype: str, capture_prompts: bool
+) -> None:
+    rig = Rig(
+        fleet.base, device="cuda:0", dtype=dtype, max_num_batched_tokens=96,
+        capture_prompts=capture_prompts,
+    )  # fmt: skip
     signatures = [None, 0, 20, 95, 96, 150, 191, None]
     requests = {}
     for i in range(32):
