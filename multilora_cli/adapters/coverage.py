@@ -33,7 +33,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 # What an unknown tensor most likely is, by a part of its name.
 _UNSUPPORTED = (
     ("lora_magnitude_vector", "a DoRA magnitude of a module that is not adapted"),
-    ("trainable_tokens", "trained token rows (trainable_token_indices)"),
+    ("trainable_tokens", "rows of tokens of a module other than embedding and head"),
     ("lm_head", "an output head that modules_to_save does not name and that is not the base's"),
     ("embed_tokens", "an embedding that modules_to_save does not name and that is not the base's"),
     ("modules_to_save", "a saved module (modules_to_save)"),

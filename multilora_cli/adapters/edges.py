@@ -10,7 +10,7 @@ from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.tensor_names import EDGES, EdgeModule, EdgeName, Part
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_kernels.layout import MatrixName
+from multilora_kernels.layout import MAX_RANK, MatrixName
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,22 @@ class EdgeWeights:
     scaling: float
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Rows of single tokens in place of the base's."""
+
+    entry: TensorEntry  # [number of tokens, hidden]
+    tokens: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Edges:
-    """All that an adapter has outside of the layers, by module."""
+    """All that an adapter has outside of the layers, by module; a module has one of the three."""
 
     lora: Mapping[EdgeModule, EdgeWeights] = field(default_factory=dict)
     saved: Mapping[EdgeModule, TensorEntry] = field(default_factory=dict)  # [vocab, hidden]
+    token_rows: Mapping[EdgeModule, TokenRows] = field(default_factory=dict)
+    vocab_size: int = 0  # of the base
 
     @property
     def matrices(self) -> frozenset[tuple[MatrixName, int, int]]:
@@ -42,6 +52,15 @@ class Edges:
             a = (columns, rank) if module == "embed_tokens" else (rank, columns)
             found.add((f"{module}.a", *a))  # type: ignore[arg-type]
             found.add((f"{module}.b", rows, rank))  # type: ignore[arg-type]
+        # E' = E + sum over tokens of e_token (row - E[token]): LoRA of a rank for each token.
+        for module, token_rows in self.token_rows.items():
+            count, hidden = token_rows.entry.shape
+            vocab = self.vocab_size
+            a, b = (vocab, count), (hidden, count)
+            if module == "lm_head":
+                a, b = (count, hidden), (vocab, count)
+            found.add((f"{module}.a", *a))  # type: ignore[arg-type]
+            found.add((f"{module}.b", *b))  # type: ignore[arg-type]
         return frozenset(found)
 
 
@@ -70,13 +89,55 @@ class EdgeBinder:
             found[parsed.part] = tensors[name]
         lora: dict[EdgeModule, EdgeWeights] = {}
         saved: dict[EdgeModule, TensorEntry] = {}
+        rows: dict[EdgeModule, TokenRows] = {}
         for module, found in parts.items():
-            if "weight" in found:
+            if "token_rows" in found:
+                rows[module] = self._token_rows(module, found)
+            elif "weight" in found:
                 saved[module] = self._saved(module, found)
             else:
                 lora[module] = self._lora(module, found, max_rank)
         self._check_declared(lora, saved)
-        return Edges(lora, saved)
+        self._share_rows(rows, bool(lora or saved))
+        return Edges(lora, saved, rows, self._geometry.vocab_size)
+
+    def _token_rows(self, module: EdgeModule, found: _Parts) -> TokenRows:
+        entry, tokens = found["token_rows"], self._config.token_indices.get(module, ())
+        vocab = self._geometry.vocab_size
+        problem = ""
+        if len(found) > 1:
+            problem = f"{module} is adapted in another way too"
+        elif len(set(tokens)) != len(tokens) or max(tokens, default=0) >= vocab:
+            problem = f"the config's tokens are not different ones below {vocab:,}"
+        elif len(tokens) > MAX_RANK:
+            problem = f"{len(tokens):,} tokens, at most {MAX_RANK} are served; save the matrix"
+        if problem:
+            self._fail(
+                f"trainable_token_indices: tensor {quoted(entry.name)}: {problem}",
+                "unsupported",
+                "trainable_token_indices",
+            )
+        self._check_shape(entry, [len(tokens), self._geometry.hidden_size])
+        return TokenRows(entry, tokens)
+
+    def _share_rows(self, rows: dict[EdgeModule, TokenRows], has_others: bool) -> None:
+        """What is declared is there; on a tied base the embedding's rows are the head's too."""
+        for module in self._config.token_indices:
+            if module not in rows:
+                self._fail(
+                    f"trainable_token_indices: {module} has no trainable_tokens_delta",
+                    "missing_tensors",
+                    "trainable_token_indices",
+                )
+        if self._geometry.tie_word_embeddings and set(rows) == {"embed_tokens"}:
+            if has_others:
+                self._fail(
+                    "trainable_token_indices: on a tied base they cannot be combined with an"
+                    " adapted or saved embedding or head",
+                    "unsupported",
+                    "trainable_token_indices",
+                )
+            rows["lm_head"] = rows["embed_tokens"]
 
     def _fail(self, message: str, reason: str, field: str = "") -> NoReturn:
         raise AdapterError(f"{self._where}: {message}", reason=reason, field=field)

@@ -82,7 +82,12 @@ def build_image(
             _place_b(blocks[layer, module, "b"], lora_b, weights.scaling, dtype, out)
         if plan.matrices:
             all_zero = all_zero and not adapter.edges.saved
-            all_zero = _fill_matrices(adapter, plan, reader, dtype, out) and all_zero
+            if adapter.edges.token_rows and base is None:
+                raise ValueError("rows of single tokens need the base")
+            values = _edge_factors(adapter, reader, dtype, base)
+            _fill_matrices(adapter, plan, reader, values, dtype, out)
+            changed_rows = any(bool(v.any()) for name, v in values.items() if name.endswith(".b"))
+            all_zero = all_zero and not changed_rows
         if check_values and not _all_finite(out, dtype):
             raise _not_finite(adapter, reader, dtype)
         if plan.vectors:
@@ -261,20 +266,39 @@ def _place_b(
             view[:, real:] = 0
 
 
-def _fill_matrices(
-    adapter: AdapterFile, plan: ImagePlan, reader: _Reader, dtype: torch.dtype, out: torch.Tensor
-) -> bool:
-    """Factors and whole matrices of embedding and head; gives whether every B is zero."""
+def _edge_factors(
+    adapter: AdapterFile, reader: _Reader, dtype: torch.dtype, base: BaseRows | None
+) -> dict[MatrixName, torch.Tensor]:
+    """The factors on embedding and head as they are served, by name."""
     values: dict[MatrixName, torch.Tensor] = {}
-    all_zero = True
     if (embedding := adapter.edges.lora.get("embed_tokens")) is not None:
         values["embed_tokens.a"] = reader.read(embedding.lora_a).T.to(dtype, copy=True)
         values["embed_tokens.b"] = _scaled(reader.read(embedding.lora_b), embedding.scaling, dtype)
-        all_zero = not values["embed_tokens.b"].any()
     if (head := adapter.edges.lora.get("lm_head")) is not None:
         values["lm_head.a"] = reader.read(head.lora_a).to(dtype, copy=True)
         values["lm_head.b"] = _scaled(reader.read(head.lora_b), head.scaling, dtype)
-        all_zero = all_zero and not values["lm_head.b"].any()
+    for module, rows in adapter.edges.token_rows.items():
+        assert base is not None
+        tokens = torch.tensor(rows.tokens)
+        change = (reader.read(rows.entry).float() - base.edge_rows(module, tokens)).to(dtype)
+        chosen = torch.zeros(adapter.edges.vocab_size, len(tokens), dtype=dtype)
+        chosen[tokens, torch.arange(len(tokens))] = 1
+        if module == "embed_tokens":
+            values["embed_tokens.a"], values["embed_tokens.b"] = chosen, change.T
+        else:
+            values["lm_head.a"], values["lm_head.b"] = change, chosen
+    return values
+
+
+def _fill_matrices(
+    adapter: AdapterFile,
+    plan: ImagePlan,
+    reader: _Reader,
+    values: Mapping[MatrixName, torch.Tensor],
+    dtype: torch.dtype,
+    out: torch.Tensor,
+) -> None:
+    """Factors, and whole matrices a few rows at a time."""
     saved = {f"{module}.weight": entry for module, entry in adapter.edges.saved.items()}
     for block in plan.matrices:
         stop = block.start + block.num_rows
@@ -283,7 +307,6 @@ def _fill_matrices(
         else:
             rows = reader.read_rows(saved[block.name], block.start, stop).to(dtype).contiguous()
         out[block.page, block.offset : block.offset + rows.nbytes] = rows.view(-1).view(torch.uint8)
-    return all_zero
 
 
 def _fill_vectors(
@@ -349,6 +372,8 @@ def _scaled_tensors(adapter: AdapterFile) -> Iterator[tuple[TensorEntry, float]]
         yield edge.lora_b, edge.scaling
     for entry in adapter.edges.saved.values():
         yield entry, 1.0
+    for rows in adapter.edges.token_rows.values():
+        yield rows.entry, 1.0
 
 
 def _wrong_values(

@@ -88,7 +88,7 @@ class AdapterFile:
     def modules(self) -> tuple[str, ...]:
         """The kinds of projections that are adapted, in the base's order."""
         present: set[str] = {module for _, module in self.weights}
-        present.update(self.edges.lora, self.edges.saved)
+        present.update(self.edges.lora, self.edges.saved, self.edges.token_rows)
         return tuple(module for module in _MODULE_ORDER if module in present)
 
     @property

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from multilora_cli.adapters.module_pattern import PatternError, fully_matches, matches_key
 from multilora_cli.adapters.strict_json import JsonError, parse_json, quoted
+from multilora_cli.adapters.tensor_names import EDGES, EdgeModule
 from multilora_cli.errors import AdapterError
 
 _T = TypeVar("_T")
@@ -46,7 +47,8 @@ _UNDERSTOOD = frozenset(
         "alpha_pattern", "base_model_name_or_path", "bias", "ensure_weight_tying",
         "exclude_modules", "init_lora_weights",
         "layers_pattern", "layers_to_transform", "lora_alpha", "lora_bias", "modules_to_save",
-        "peft_type", "r", "rank_pattern", "target_modules", "use_dora", "use_rslora",
+        "peft_type", "r", "rank_pattern", "target_modules", "trainable_token_indices", "use_dora",
+        "use_rslora",
     }
 )  # fmt: skip
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -54,7 +56,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "fan_in_fan_out": "the weights are stored transposed",
         "alora_invocation_tokens": "an activated LoRA applies only after its invocation tokens",
         "layer_replication": "the base is rebuilt from repeated layers",
-        "trainable_token_indices": "rows of the embedding are replaced",
         "target_parameters": "LoRA is applied to bare parameters",
         "use_qalora": "QALoRA pools the input before lora_A",
         "use_bdlora": "BD-LoRA makes the factors block-diagonal",
@@ -87,6 +88,7 @@ class AdapterConfig:
     use_dora: bool
     lora_bias: bool
     ensure_weight_tying: bool
+    token_indices: Mapping[EdgeModule, tuple[int, ...]]  # whose rows are replaced, by module
     modules_to_save: tuple[str, ...]
     base_model_name: str | None
     notes: tuple[str, ...]
@@ -188,6 +190,7 @@ class _Reader:
             use_dora=self._flag("use_dora"),
             lora_bias=self._flag("lora_bias"),
             ensure_weight_tying=self._flag("ensure_weight_tying"),
+            token_indices=self._token_indices(),
             modules_to_save=tuple(self._names("modules_to_save")),
             base_model_name=self._base_model_name(),
             notes=tuple(self._notes),
@@ -356,6 +359,25 @@ class _Reader:
         if value not in (None, "none", "all", "lora_only"):
             self._fail("bias", f"found {quoted(value)}, expected none, all or lora_only")
         return value or "none"
+
+    def _token_indices(self) -> Mapping[EdgeModule, tuple[int, ...]]:
+        """A list is for the embedding, an object names modules."""
+        field = "trainable_token_indices"
+        value = self._fields.get(field)
+        if not value:
+            return {}
+        by_module = {"embed_tokens": value} if isinstance(value, list) else value
+        if not isinstance(by_module, dict):
+            self._fail(field, f"found {quoted(value)}, expected token ids by module, or null")
+        found: dict[EdgeModule, tuple[int, ...]] = {}
+        for name, tokens in by_module.items():
+            module = next((m for m in EDGES if m == name.rpartition(".")[2]), None)
+            if module is None:
+                self._fail(field, f"found {quoted(name)}, expected embed_tokens or lm_head")
+            if not isinstance(tokens, list) or any(type(t) is not int or t < 0 for t in tokens):
+                self._fail(field, f"found {quoted(tokens)}, expected a list of token ids")
+            found[module] = tuple(tokens)
+        return found
 
     def _base_model_name(self) -> str | None:
         value = self._fields.get("base_model_name_or_path")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-Part = Literal["A", "B", "lora_bias", "magnitude", "bias", "weight"]
+Part = Literal["A", "B", "lora_bias", "magnitude", "bias", "weight", "token_rows"]
 EdgeModule = Literal["embed_tokens", "lm_head"]
 EDGES: tuple[EdgeModule, ...] = ("embed_tokens", "lm_head")
 
@@ -25,6 +25,7 @@ _EDGE = re.compile(
     r"(?:lora_(?:embedding_)?(?P<matrix>[AB])" + _ADAPTER.format("of_matrix") + r"(?:\.weight)?"
     r"|(?P<lora_bias>lora_B)" + _ADAPTER.format("of_bias") + r"\.bias"
     r"|(?P<magnitude>lora_magnitude_vector)" + _ADAPTER.format("of_magnitude") + r"(?:\.weight)?"
+    r"|(?P<token_rows>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?"
     r"|(?:modules_to_save\.(?:[^.]+\.)?)?(?P<weight>weight))"
 )
 BLOCKS: Mapping[str, str] = {
@@ -93,7 +94,7 @@ class EdgeName(NamedTuple):
     """The name of a tensor of the embedding or the head, taken apart."""
 
     module: EdgeModule
-    part: Part  # weight: a whole matrix in place of the base's
+    part: Part  # weight: a whole matrix in place of the base's; token_rows: some rows of it
     adapter: str
 
 
@@ -111,6 +112,8 @@ def parse_edge_name(name: str) -> EdgeName | None:
             return None
     elif match["weight"]:
         part = "weight"
+    elif match["token_rows"]:
+        part = "token_rows"
     else:
         part = "lora_bias" if match["lora_bias"] else "magnitude"
     adapter = match["of_matrix"] or match["of_bias"] or match["of_magnitude"] or ""

@@ -18,6 +18,7 @@ from multilora_cli.adapters.coverage import ModuleWeights
 from multilora_cli.adapters.peft import AdapterFile
 from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.tensor_names import EdgeModule
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_kernels.layout import VectorKind
@@ -37,6 +38,9 @@ class BaseRows(Protocol):
     def bias(self, layer: int, module: str) -> torch.Tensor | None:
         """The base's own bias [d_out], if it has one."""
 
+    def edge_rows(self, module: EdgeModule, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows `tokens` int64 [N] of the embedding or the head: [N, hidden]."""
+
 
 class UnknownBase:
     """Stands in where an adapter's values are checked without its base: norm 1, bias 0."""
@@ -55,6 +59,10 @@ class UnknownBase:
         if module not in self._geometry.biased_modules:
             return None
         return torch.zeros(self._geometry.module_shapes[module][1])
+
+    def edge_rows(self, module: EdgeModule, tokens: torch.Tensor) -> torch.Tensor:
+        """Zeros [N, hidden]."""
+        return torch.zeros(len(tokens), self._geometry.hidden_size)
 
 
 def vectors_of(

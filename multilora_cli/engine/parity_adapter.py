@@ -8,6 +8,7 @@ with it, and neither the binding of names, nor the scale, nor any layout.
     bias        the stored bias in place of the base's; lora_B.bias is added, times s
     embeddings  E + s (B A)^T, of lora_embedding_A [r, vocab] and lora_embedding_B [hidden, r]
     saved       a whole matrix in place of the base's, with rows for added tokens
+    tokens      stored rows in place of those of the tokens that trainable_token_indices names
 """
 
 import math
@@ -34,6 +35,7 @@ _OUTSIDE = re.compile(r"(?:.*\.)?(embed_tokens|lm_head)\.(.+)")
 # The last part of a tensor's name, without an adapter's own name in between, and what it is.
 _ROLE = re.compile(
     r"(?:(?P<lora_bias>lora_B(?:\.[^.]+)??\.bias)"
+    r"|(?P<tokens>token_adapter\.trainable_tokens_delta)(?:\.[^.]+)?"
     r"|(?P<matrix>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.[^.]+)??(?:\.weight)?"
     r"|(?:base_layer\.|original_module\.)?(?P<own>weight|bias))"
@@ -64,6 +66,11 @@ class MergedAdapter:
     def __init__(self, adapter: AdapterFile, geometry: ModelGeometry) -> None:
         self._shapes = geometry.module_shapes
         self._config: Mapping[str, Any] = parse_json((adapter.folder / CONFIG_NAME).read_bytes())
+        tokens = self._config.get("trainable_token_indices") or {}
+        self._token_indices: Mapping[str, list[int]] = (
+            {EMBEDDING: tokens} if isinstance(tokens, list) else tokens
+        )
+        self._is_tied = geometry.tie_word_embeddings
         self._places: dict[_Place, dict[str, TensorEntry]] = {}
         for entry in adapter.tensors.values():
             place, role = _place(entry.name)
@@ -130,10 +137,22 @@ class MergedAdapter:
             stored = tensors["weight"]
             known = ids.clamp(max=stored.shape[0] - 1).tolist()
             rows = torch.cat([self._read(rows_of(stored, i, i + 1)) for i in known])
+        rows = self._with_token_rows(EMBEDDING, ids, rows)
         if "lora_embedding_A" in tensors:
             scale = self._scale("model." + EMBEDDING, tensors["lora_embedding_A"])
             factor = self._read(tensors["lora_embedding_A"])[:, ids].T
             rows = rows + scale * (factor @ self._read(tensors["lora_embedding_B"]).T)
+        return rows
+
+    def _with_token_rows(self, module: str, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` of token `ids` with those that are stored one by one; tied ends share them."""
+        own = module if module in self._token_indices or not self._is_tied else EMBEDDING
+        stored = self._places.get((-1, own), {}).get("trainable_tokens_delta")
+        if stored is None:
+            return rows
+        values = self._read(stored)
+        for position, token in enumerate(self._token_indices[own]):
+            rows = torch.where((ids == token)[:, None], values[position], rows)
         return rows
 
     def head_rows(self, vocab: int) -> int:
@@ -146,6 +165,7 @@ class MergedAdapter:
         tensors = self._places.get((-1, HEAD), {})
         if "weight" in tensors:
             weight = self._read(rows_of(tensors["weight"], start, stop))
+        weight = self._with_token_rows(HEAD, torch.arange(start, stop), weight)
         if "lora_A" in tensors:
             factor, scale = self._read(tensors["lora_A"]), self._scale(HEAD, tensors["lora_A"])
             part = self._read(rows_of(tensors["lora_B"], start, stop))
@@ -182,6 +202,8 @@ def _place(name: str) -> tuple[_Place, str]:
     role = _ROLE.fullmatch(last)
     if role is None:
         raise AssertionError(f"{name}: a tensor that reading should have refused")
+    if role["tokens"]:
+        return place, "trainable_tokens_delta"
     return place, role["matrix"] or role["own"] or "lora_B.bias"
 
 

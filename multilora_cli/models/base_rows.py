@@ -4,6 +4,7 @@ import threading
 
 import torch
 
+from multilora_cli.adapters.tensor_names import EdgeModule
 from multilora_cli.models.decoder import Decoder
 
 # Rows of a weight that are held in float32 at a time: 64 MiB where a row has 16,384 elements.
@@ -55,3 +56,10 @@ class BaseRows:
             return None
         with torch.cuda.stream(self._stream):
             return linear.bias[rows].float().cpu()
+
+    def edge_rows(self, module: EdgeModule, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows `tokens` int64 [N] of the embedding or the head, float32 [N, hidden] on the CPU."""
+        decoder = self._decoder
+        weight = decoder.head.weight if module == "lm_head" else decoder.embedding.weight
+        with torch.cuda.stream(self._stream):
+            return weight[tokens.to(weight.device)].float().cpu()

@@ -165,7 +165,9 @@ KINDS: dict[str, Kind] = {
     "fan-in-fan-out": Kind(fields(fan_in_fan_out=True), ("fan_in_fan_out", "transposed")),
     "alora": Kind(fields(alora_invocation_tokens=[1, 2]), ("alora_invocation_tokens",)),
     "layer-replication": Kind(fields(layer_replication=[[0, 1]]), ("layer_replication",)),
-    "token-rows": Kind(fields(trainable_token_indices=[5]), ("trainable_token_indices",)),
+    "token-rows": Kind(
+        fields(trainable_token_indices=[5]), ("trainable_token_indices", "has no")
+    ),
     "target-parameters": Kind(fields(target_parameters=["w"]), ("target_parameters",)),
     "qalora": Kind(fields(use_qalora=True), ("use_qalora",)),
     "bdlora": Kind(fields(use_bdlora={}), ("use_bdlora",)),

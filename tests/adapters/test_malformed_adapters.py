@@ -1,5 +1,6 @@
 """The malformed corpus: every kind is refused, naming what is wrong (F30, F39, F40, F41)."""
 
+import json
 import os
 import pickle
 import re
@@ -223,12 +224,21 @@ def test_a_cfg_15_grown_vocabulary(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_cfg_16_token_rows(base: Path, tmp_path: Path) -> None:
-    """A-CFG-16: trained token rows are refused by field and by tensor."""
+    """A-CFG-16: rows of single tokens: ids, shapes and tensors agree, or it is refused."""
     folder = peft_adapter(base, tmp_path / "a", trainable_token_indices=[5, 9])
-    with pytest.raises(AdapterError, match="trainable_token_indices"):
-        read(folder, base)
-    with pytest.raises(AdapterError, match="trainable_tokens_delta"):
-        read(edit_config(folder, trainable_token_indices=None), base)
+    assert read(folder, base).edges.token_rows["embed_tokens"].tokens == (5, 9)
+    for wrong, words in {
+        "[5]": r"shape \[2, 64\], the base needs \[1, 64\]",
+        "[5, 300]": "not different ones below 300",
+        "[5, 5]": "not different ones",
+        "[5, -1]": "expected a list of token ids",
+        '{"norm": [5, 9]}': "found 'norm', expected embed_tokens or lm_head",
+        '{"embed_tokens": [5, 9], "lm_head": [1]}': "lm_head has no trainable_tokens_delta",
+        "null": r"the base needs \[0, 64\]",
+    }.items():
+        edit_config(folder, trainable_token_indices=json.loads(wrong))
+        with pytest.raises(AdapterError, match=words):
+            read(folder, base)
 
 
 def test_a_cfg_17_bin_alone_and_a_sec_03(base: Path, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def _randomise(name: str, parameter: torch.Tensor, config: dict[str, Any], size:
             parameter.normal_(0.0, 0.5)
     elif "modules_to_save" in name:
         parameter.add_(torch.empty_like(parameter).normal_(0.0, parameter.shape[1] ** -0.5))
+    elif "trainable_tokens_delta" in name:  # the rows themselves
+        parameter.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
     elif "lora_embedding" in name:
         scale = size if "_B" in name else 1.0
         parameter.normal_(0.0, scale * min(parameter.shape) ** -0.5)

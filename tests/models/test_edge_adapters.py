@@ -35,11 +35,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "saved": {"r": 4, "target_modules": QV, "modules_to_save": BOTH},
     "saved head": {"r": 4, "target_modules": QV, "modules_to_save": ["lm_head"]},
     "saved embedding": {"r": 4, "target_modules": QV, "modules_to_save": ["embed_tokens"]},
+    "token rows": {"r": 4, "target_modules": QV, "trainable_token_indices": [9, 3, 210]},
+    "rows of both": {
+        "r": 4, "target_modules": QV,
+        "trainable_token_indices": {"embed_tokens": [5, 70], "lm_head": [2, 5, 100]},
+    },
     "dora and saved head": {
         "r": 4, "target_modules": ALL, "modules_to_save": ["lm_head"], "use_dora": True,
     },
 }  # fmt: skip
-SLOTS = [0, *range(1, len(KINDS) + 1), 0, 5, 4, 6]
+SLOTS = [0, *range(1, len(KINDS) + 1), 0, 5, 4, 9]
 
 
 class Case:
@@ -52,6 +57,8 @@ class Case:
         self.folders = make_adapters(model, folder, tuple(KINDS.values()), size=0.6)
         lengths = [random.Random(i).randrange(1, 24) for i in range(len(SLOTS))]
         self.prompts = random_prompts(lengths, tiny.VOCAB, seed=9)
+        for prompt in self.prompts:  # tokens whose rows are replaced
+            prompt[::3] = [9, 5, 3, 70, 2, 210, 8, 100][: len(prompt[::3])]
         pairs = list(zip(SLOTS, self.prompts, strict=True))
         self.reference = peft_logits(model, self.folders, pairs)
         self.base = peft_logits(model, [], [(0, prompt) for prompt in self.prompts])
