@@ -72,6 +72,7 @@ class EngineClient:
         self._max_sequences = max_sequences
         self._wire: Wire | None = None
         self._tickets: dict[int, Ticket] = {}
+        self.num_sequences = 0  # of all requests in flight, ended ones of several included
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._last_id = 0
         self._deaths: deque[float] = deque(maxlen=BREAKER_DEATHS)  # in seconds of serving
@@ -109,11 +110,6 @@ class EngineClient:
         """Whether a ready engine has not answered for some seconds."""
         return self.state == "ready" and time.monotonic() - self._heard_s > STALL_S
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences admitted and unfinished."""
-        return sum(ticket.num_open for ticket in set(self._tickets.values()))
-
     def submit(self, submits: Sequence[Submit]) -> Ticket:
         """Admit the sequences of one request; request ids are given here. Raises RequestError."""
         self.check_admission(sum(submit.n for submit in submits))
@@ -123,6 +119,7 @@ class EngineClient:
         ticket = Ticket(numbered, self._abort)
         for submit in numbered:
             self._tickets[submit.request_id] = ticket
+            self.num_sequences += submit.n
             self._send(submit)
         return ticket
 
@@ -188,7 +185,7 @@ class EngineClient:
 
     def fail_all(self, error: RequestError) -> None:
         """End everything in flight with `error`."""
-        tickets, self._tickets = set(self._tickets.values()), {}
+        tickets, self._tickets, self.num_sequences = set(self._tickets.values()), {}, 0
         for ticket in tickets:
             ticket.fail(error)
         calls, self._calls = self._calls, {}
@@ -219,7 +216,7 @@ class EngineClient:
             self._wire.send(message)
 
     def _abort(self, request_id: int) -> None:
-        if self._tickets.pop(request_id, None) is not None:
+        if self._let_go(request_id):
             self._send(Abort(request_id))
 
     async def _call(self, call_id: int, message: ToEngine, timeout_s: float) -> Reply:
@@ -252,6 +249,13 @@ class EngineClient:
         else:
             self._started(message)
 
+    def _let_go(self, request_id: int) -> bool:
+        """A request is over; whether it was in flight."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            self.num_sequences -= ticket.sizes[request_id]
+        return ticket is not None
+
     def _take(self, deltas: Sequence[Delta]) -> None:
         """Hand each request its share of a step, all of it in one call."""
         told: dict[Ticket, None] = {}
@@ -260,7 +264,7 @@ class EngineClient:
             if ticket is not None:
                 told[ticket] = None
                 if ticket.push(delta):
-                    self._tickets.pop(delta.request_id, None)
+                    self._let_go(delta.request_id)
         for ticket in told:
             ticket.tell()
 

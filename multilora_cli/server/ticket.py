@@ -18,7 +18,8 @@ class Ticket:
     def __init__(self, submits: Sequence[Submit], abort: Callable[[int], None]) -> None:
         self._abort = abort
         self._first_id = submits[0].request_id
-        self._open = {submit.request_id: set(range(submit.n)) for submit in submits}
+        self.sizes = {submit.request_id: submit.n for submit in submits}  # sequences of each
+        self._open = {request_id: set(range(n)) for request_id, n in self.sizes.items()}
         self._deltas: list[Delta] = []
         self._failure: RequestError | ClientGone | None = None
         self._listener: Callable[[], None] | None = None
@@ -30,11 +31,6 @@ class Ticket:
         for request_id in list(self._open):
             self._abort(request_id)
         self._open.clear()
-
-    @property
-    def num_open(self) -> int:
-        """Sequences that have not ended."""
-        return sum(map(len, self._open.values()))
 
     @property
     def ended(self) -> bool:
