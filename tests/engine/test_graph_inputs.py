@@ -15,16 +15,12 @@ def addresses(rig: Rig) -> dict[str, int]:
     graphs, builder = runner._graphs, runner._builder
     assert isinstance(graphs, DecodeGraphs)
     tensors = {
-        "inputs": graphs._inputs,
-        "page table": graphs._page_table,
-        "query starts": graphs._query_start,
-        "logits": graphs._logits,
-        "best tokens": graphs._tokens,
-        "finite": graphs._finite,
+        **{name: value for name, value in vars(graphs).items() if torch.is_tensor(value)},
         "sampled tokens": builder.sampled,
         "pool": builder.pool,
         "adapter table": builder.table.offsets,
     }
+    assert len(tensors) >= 6
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
