@@ -53,14 +53,15 @@ def fleet_body(loaded: "LoadedFleet") -> dict[str, Any]:
 
 def show(console: Console, report: dict[str, Any]) -> None:
     """The differences as a table, and what is not part of them."""
+    from multilora_cli.fleet.declared import spoken
+
     rows: list[tuple[str, str, str]] = [
         (_SIGNS[row["change"]], str(row["name"]), _fields(row)) for row in report["changes"]
     ]
-    rows += [
-        (_SIGNS["restart"], str(row["key"]), f"{_shown(row['running'])} -> {_shown(row['file'])}"
-         " (needs a restart)")
-        for row in report["restart"]
-    ]  # fmt: skip
+    for row in report["restart"]:
+        key = str(row["key"])
+        values = f"{spoken(key, row['running'])} -> {spoken(key, row['file'])}"
+        rows.append((_SIGNS["restart"], key, f"{values} (needs a restart)"))
     if rows:
         console.table(("", "name", "difference"), rows)
     if report["runtime"]:

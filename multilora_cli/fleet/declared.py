@@ -9,7 +9,9 @@ from multilora_cli.fleet.expand import expand_adapters
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.pattern import NamePattern
 from multilora_cli.fleet.schema import Adapter, AdapterPattern
+from multilora_cli.units import format_size
 
+_SIZES = frozenset({"memory.device_bytes", "memory.host_adapters", "memory.disk_cache"})
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
@@ -34,6 +36,14 @@ def declared_settings(loaded: LoadedFleet) -> dict[str, Any]:
         for key, value in getattr(loaded.fleet, section).model_dump(mode="json").items():
             settings[f"{section}.{key}"] = value
     return settings
+
+
+def spoken(key: str, value: object) -> str:
+    """The value of a setting for people, at most 80 characters: sizes with their unit."""
+    if key in _SIZES and isinstance(value, int):
+        return format_size(value)
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
 
 
 def _absolute(adapter: Adapter, folder: Path) -> Adapter:

@@ -59,16 +59,19 @@ def merge(
             notes.append(
                 f"adapter {name}: the fleet file has changed: what was done at run time is undone"
             )
-    served = {name: request for name, request in fleet.requests.items() if name not in standing}
+    served = dict(fleet.requests)
     for name, change in standing.items():
         if change.adapter is not None:
             served[name] = AdapterRequest(name=name, **change.adapter.model_dump())
+        else:
+            del served[name]
     return list(served.values()), standing, notes
 
 
 def _stands(name: str, change: Change, fleet: ServedFleet) -> bool:
     """Whether the file says about the name what it said when the change was made."""
-    if change.declared != _fingerprint(fleet.requests.get(name)):
+    declared = fleet.requests.get(name)
+    if change.declared != _fingerprint(declared) or (change.adapter is None and declared is None):
         return False
     if change.adapter is None or change.adapter.via != "pattern":
         return True

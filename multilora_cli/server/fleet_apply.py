@@ -12,6 +12,7 @@ from typing import Any
 from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest, Candidate
 from multilora_cli.adapters.source import is_remote
 from multilora_cli.errors import AdapterError, MloraError, RequestError
+from multilora_cli.fleet.declared import spoken
 from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.bodies import FleetBody
@@ -19,7 +20,6 @@ from multilora_cli.server.changes import ServedFleet, by_name
 
 _MADE_HERE = ("demo:", "dummy:")
 _SHOWN = 5  # problems told in one message
-_SHOWN_CHARS = 200  # of each
 _PARALLEL = 8
 _FIELDS = ("source", "pin", "ttl", "priority", "digest")
 _IGNORED = "verify."  # of no concern to a server
@@ -242,9 +242,8 @@ def _restart(running: ServedFleet, settings: Mapping[str, Any]) -> Iterator[dict
 def _refuse_restart(restart: list[dict[str, Any]]) -> None:
     if restart:
         keys = "; ".join(
-            f"{row['key']}: running {row['running']!r}, the file says {row['file']!r}"[
-                :_SHOWN_CHARS
-            ]
+            f"{row['key']}: running {spoken(row['key'], row['running'])}, the file says"
+            f" {spoken(row['key'], row['file'])}"
             for row in restart[:_SHOWN]
         )
         raise RequestError(

@@ -15,6 +15,7 @@ from multilora_cli.server.contract import error_body, error_headers, internal_er
 from multilora_cli.server.ticket import ClientGone
 
 _log = logging.getLogger(__name__)
+REQUEST_ID = "mlora.request_id"  # in the scope of every request
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -34,6 +35,7 @@ class Guard:
                 await self._app(scope, receive, send)
             return
         reply = _Reply(send, _request_id(scope), lambda status: self._answered(scope, status))
+        scope[REQUEST_ID] = reply.request_id.decode()
         try:
             self._check(scope)
             await self._app(scope, receive, reply.send)

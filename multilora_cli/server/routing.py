@@ -22,6 +22,7 @@ from multilora_cli.server.contract import (
     internal_error,
 )
 from multilora_cli.server.docs import Described
+from multilora_cli.server.guard import REQUEST_ID
 from multilora_cli.server.ticket import ClientGone
 
 _log = logging.getLogger(__name__)
@@ -71,6 +72,11 @@ class PolicyRoute(APIRoute):
                 return error_response(as_request_error(error))
             except ClientDisconnect:
                 raise ClientGone from None
+            except ClientGone:
+                raise
+            except Exception:  # Starlette would answer it in words of its own
+                _log.exception("request %s failed", request.scope.get(REQUEST_ID))
+                return error_response(internal_error())
 
         return handle
 

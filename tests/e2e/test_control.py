@@ -85,7 +85,7 @@ def test_a_fleet_is_operated(signature_fleet: Path, tmp_path: Path) -> None:
 
         write_fleet(fleet, origin, of(origin, "r4") + of(origin, "r64"), max_model_len="128")
         refused = mlora(served, "apply", str(fleet))
-        assert refused.returncode == 1 and "base.max_model_len: running None" in refused.stderr
+        assert refused.returncode == 1 and "base.max_model_len: running none" in refused.stderr
         assert set(served.adapters()) == {"r4", "r32", "own", "tenants/r8"}
         fleet.write_text("base: {model: x}\nadapter: []\n")
         assert mlora(served, "apply", str(fleet)).returncode == 2

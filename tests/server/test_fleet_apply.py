@@ -448,3 +448,18 @@ def test_hostile_fleets(fleet: Fleet) -> None:
                 assert versions(app) == before, change
 
     asyncio.run(run())
+
+
+def test_the_order_of_the_file_stays(fleet: Fleet) -> None:
+    """A changed adapter is listed where it was; one that is only in the state comes last."""
+
+    async def run() -> None:
+        async with fleet.start() as app:
+            await _operate(app, fleet)
+        changes = fleet.file.read()
+        requests = by_name(AdapterRequest(**fields) for fields in fleet.adapters.values())
+        merged, standing, _ = merge(ServedFleet(requests=requests), changes)
+        assert [request.name for request in merged] == ["b", "c", "own"]
+        assert standing == changes
+
+    asyncio.run(run())

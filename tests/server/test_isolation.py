@@ -159,3 +159,19 @@ def test_failed_adapters_are_listed_as_failed(tmp_path):
             assert error_of(reply, 503)["code"] == "adapter_unavailable"
 
     asyncio.run(run())
+
+
+def test_a_bug_is_answered_in_the_error_contract(serve_fleet, monkeypatch, caplog):
+    """A 500 is our object with an id that the log knows, and says nothing else; others go on."""
+    server = serve_fleet()
+
+    def broken(_: object) -> None:
+        raise ValueError("secret words")
+
+    monkeypatch.setattr("multilora_cli.server.app.Front.view", broken)
+    with httpx.Client(base_url=server.url, timeout=20) as http:
+        reply = http.get("/metrics", headers={"x-request-id": "bug-17"})
+        assert reply.status_code == 500 and reply.headers["x-request-id"] == "bug-17"
+        assert reply.json()["error"]["code"] == "internal_error" and "secret" not in reply.text
+        assert http.get("/health").status_code == 200
+    assert "request bug-17 failed" in caplog.text and "secret words" in caplog.text
