@@ -1,12 +1,13 @@
 """The adapters of a fleet, each with its folder or why there is none. No torch."""
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from multilora_cli.adapters.source import resolve_source
 from multilora_cli.cli.base import cache_folder, open_store
-from multilora_cli.errors import MloraError
+from multilora_cli.errors import BadInput, MloraError
 from multilora_cli.fleet.expand import expand_adapters
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.schema import Adapter
@@ -16,13 +17,17 @@ _T = TypeVar("_T")
 
 
 def read_fleet_adapters(
-    loaded: LoadedFleet, geometry: ModelGeometry, read: Callable[[Path], _T]
+    loaded: LoadedFleet,
+    geometry: ModelGeometry,
+    read: Callable[[Path], _T],
+    only: Collection[str] = (),
 ) -> Iterator[tuple[Adapter, _T | MloraError]]:
     """Every adapter that the fleet names, in its order, with what `read` makes of its folder.
 
-    An adapter that cannot be had or read comes with the error; the others go on.
+    An adapter that cannot be had or read comes with the error; the others go on. `only`: just
+    these. Raises BadInput for a name that the fleet does not have.
     """
-    adapters = expand_adapters(loaded)
+    adapters = _chosen(expand_adapters(loaded), only)
     store = open_store(loaded, adapters)
     try:
         for adapter in adapters:
@@ -43,3 +48,16 @@ def read_fleet_adapters(
     finally:
         if store is not None:
             store.close()
+
+
+def _chosen(adapters: Sequence[Adapter], only: Collection[str]) -> list[Adapter]:
+    """Those named by `only`; all where it names none."""
+    known = {adapter.name for adapter in adapters}
+    for name in only:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise BadInput(
+                f"--only {name}: no adapter of the fleet"
+                + (f"; did you mean {near[0]}?" if near else "")
+            )
+    return [adapter for adapter in adapters if not only or adapter.name in only]

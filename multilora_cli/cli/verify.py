@@ -50,6 +50,10 @@ def verify(
         str | None,
         typer.Option(metavar="MODEL", help="The 16-bit model of a base that is stored quantised."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Just this adapter. Repeatable."),
+    ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -71,7 +75,7 @@ def verify(
         from multilora_cli.cli.verify_run import Verification
 
         run = Verification(loaded, report)
-        run.examine()
+        run.examine(only or ())
         if drift:
             run.measure_drift(run.prompts(prompts, all_shipped=True), against)
         elif not no_parity:

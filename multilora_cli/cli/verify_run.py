@@ -1,7 +1,7 @@
 """What `mlora verify` finds out, before anything of it is shown."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -133,15 +133,15 @@ class Verification:
         )
         self._subjects: list[Subject] = []
 
-    def examine(self) -> None:
-        """Headers, coverage, values and effect of every adapter."""
+    def examine(self, only: Collection[str] = ()) -> None:
+        """Headers, coverage, values and effect of every adapter, or of some."""
         reader = self._reader()
         limit = self._loaded.fleet.limits.max_lora_rank
 
         def read(folder: Path) -> AdapterFile:
             return read_adapter(folder, self._geometry, max_rank=limit, base_folder=self._folder)
 
-        found = read_fleet_adapters(self._loaded, self._geometry, read)
+        found = read_fleet_adapters(self._loaded, self._geometry, read, only)
         for count, (entry, file) in enumerate(found):
             self._report("adapters", count, max(len(self._loaded.fleet.adapters), count + 1))
             report = AdapterReport(entry.name, entry.source)

@@ -96,7 +96,8 @@ class MergedAdapter:
         tensors, rows, path = self._stored(layer, module)
         if "lora_A" in tensors:
             factor, scale = self._read(tensors["lora_A"]), self._scale(path, tensors["lora_A"])
-            weight = weight + scale * (self._read(tensors["lora_B"])[rows] @ factor)
+            lora_b = self._read(tensors["lora_B"])[rows]
+            weight = torch.addmm(weight, lora_b, factor, alpha=scale)
         if "lora_magnitude_vector" in tensors:
             length = self._read(tensors["lora_magnitude_vector"]).reshape(-1)[rows]
             weight = weight * (length / weight.norm(dim=1))[:, None]

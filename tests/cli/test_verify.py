@@ -212,6 +212,13 @@ def test_drift_against_another_model_is_refused(
     assert result.exit_code == 2 and "num_layers: found 3" in result.stderr
 
 
+def test_only_some_of_a_fleet(folder: Path, fleet: Callable[..., Path]) -> None:
+    path = fleet({name: folder / name for name in ("attention", "patterns")})
+    assert list(by_name(verified(path, "--only", "patterns", "--no-parity"))) == ["patterns"]
+    result = runner.invoke(app, ["verify", str(path), "--only", "pattern"])
+    assert result.exit_code == 2 and "did you mean patterns?" in result.stderr
+
+
 def test_patterns_are_said_not_to_be_verified(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(
