@@ -90,6 +90,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "DoRA on the head": {"target_modules": ["lm_head"], "use_dora": True},
     "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
     "saved head": {"modules_to_save": ["lm_head"]},
+    "token rows": {"trainable_token_indices": [5, 9, 55]},
     "saved embedding and head": {"modules_to_save": ["embed_tokens", "lm_head"]},
 }
 
@@ -109,7 +110,7 @@ def test_every_kind_of_adapter(kind: str, tied: bool, tmp_path: Path) -> None:
         tmp_path / "base", attention_bias=True, mlp_bias=True, tie_word_embeddings=tied
     )
     folder = peft_adapter(base, tmp_path / "a", **how)
-    if "bias" in how or "modules_to_save" in how:
+    if how.keys() & {"bias", "modules_to_save", "trainable_token_indices"}:
         perturb(folder)
     passages = [Passage(prompt, 0) for prompt in PROMPTS]
     results = reference_logprobs(base, [unread(folder)], passages)
@@ -123,7 +124,7 @@ def perturb(folder: Path) -> None:
     tensors = load_file(path)
     torch.manual_seed(5)
     for name, tensor in tensors.items():
-        if name.endswith(".bias") or "lora" not in name:
+        if name.endswith(".bias") or "lora" not in name or "trainable_tokens" in name:
             tensor += 0.1 * torch.randn(tensor.shape)
     save_file(tensors, path)
 

@@ -69,11 +69,12 @@ def test_every_kind_in_one_batch_is_exact(tmp_path: Path) -> None:
         {"target_modules": ["q_proj", "lm_head"]},
         {"target_modules": ["v_proj", "embed_tokens"], "r": 4},
         {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [7, 41, 200]},
     )
     folders = []
     for index, how in enumerate(hows):
         folders.append(peft_adapter(base, tmp_path / f"a{index}", seed=index, **how))
-        if "bias" in how or "modules_to_save" in how:
+        if how.keys() & {"bias", "modules_to_save", "trainable_token_indices"}:
             perturb(folders[-1])
     results = parities(base, subjects_of(base, folders))
     for name, parity in results.items():
