@@ -100,3 +100,6 @@ OfflineOutput = Annotated[Path | None, typer.Option(help="Append JSON lines to a
 OfflineCommit = Annotated[
     str | None, typer.Option(help="The commit to record where there is no checkout.")
 ]
+CapturePrompts = Annotated[
+    bool, typer.Option(help="Also capture steps with short chunks of prompts.")
+]

@@ -33,6 +33,7 @@ def offline(
     rounds: flags.OfflineRounds = 1,
     adapters: flags.OfflineAdapters = 64,
     loads: flags.OfflineLoads = 0,
+    capture_prompts: flags.CapturePrompts = False,
     device: flags.OfflineDevice = "auto",
     kv: flags.OfflineKv = "9GiB",
     tight_pool: flags.OfflineTightPool = "2.69GiB",
@@ -84,6 +85,7 @@ def offline(
             max_model_len=max_model_len,
             max_num_seqs=max(256, *batches),
             max_num_batched_tokens=8192,
+            capture_prompts=capture_prompts,
             kv_bytes=_size("--kv", kv),
             tight_bytes=_size("--tight-pool", tight_pool),
         )
