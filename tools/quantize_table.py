@@ -4,8 +4,8 @@
 
 Quantised copies are made in FOLDER by the command itself (one that is there already is measured
 as it is), each is measured on the same held-out text, a line per measurement is appended to
-docs/benchmarks/quantize.jsonl, and the table in docs/quantisation.md is written from that file;
-without MODEL only the table is. `--ways` names some of the ways.
+docs/benchmarks/quantize.jsonl, and the tables in docs/quantisation.md are written from the records;
+without MODEL only the tables are. `--ways` names some of the ways.
 
 The default text is the second half of Python's own language reference (pydoc_data.topics), which
 no default calibration has seen. Needs the extra `quantize`; `autoawq` the extra `awq` and CUDA.
@@ -30,9 +30,11 @@ from multilora_cli.errors import MloraError
 from multilora_cli.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
+DRIFT = ROOT / "docs" / "benchmarks" / "quantize-drift.jsonl"  # of `mlora verify --drift --json`
 RECORDS = ROOT / "docs" / "benchmarks" / "quantize.jsonl"
 DOCUMENT = ROOT / "docs" / "quantisation.md"
 BEGIN, END = "<!-- quantize table: begin -->", "<!-- quantize table: end -->"
+DRIFT_BEGIN, DRIFT_END = "<!-- drift table: begin -->", "<!-- drift table: end -->"
 # Way -> (what the table calls it, arguments of `mlora quantize`; None: the base itself).
 WAYS: dict[str, tuple[str, list[str] | None]] = {
     "base": ("the 16-bit base", None),
@@ -167,12 +169,32 @@ def _order(item: tuple[tuple[str, str, str, str], Any]) -> tuple[str, str, int, 
     return model, where, list(WAYS).index(way), text != "default"
 
 
+def drift_table(records: Iterable[dict[str, Any]]) -> str:
+    """Agreement of adapters with themselves on the 16-bit base: a row a way, means of adapters."""
+    ways: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        ways.setdefault((record["model"], record["way"]), []).append(record)
+    lines = ["| base | storage | adapters | top-1 agreement | mean KL, nats |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for (model, way), found in sorted(ways.items(), key=lambda item: list(WAYS).index(item[0][1])):
+        tops, kls = ([record[field] for record in found] for field in ("top1", "mean_kl"))
+        lines.append(
+            f"| {model} | {WAYS[way][0]} | {len(found)} | {min(tops):.2f} to {max(tops):.2f} |"
+            f" {min(kls):.3f} to {max(kls):.3f} |"
+        )
+    return "\n".join(lines)
+
+
 def write_table(records: list[dict[str, Any]]) -> None:
-    """Put the table between the two markers of the document."""
+    """Put both tables between their markers in the document."""
     text = DOCUMENT.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table(records)}\n{END}{after}")
+    for begin, made, end in (
+        (BEGIN, table(records), END),
+        (DRIFT_BEGIN, drift_table(read(DRIFT)), DRIFT_END),
+    ):
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
+    DOCUMENT.write_text(text)
 
 
 if __name__ == "__main__":

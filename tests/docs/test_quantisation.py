@@ -19,10 +19,12 @@ def tool() -> ModuleType:
     return module
 
 
-def test_the_table_is_made_of_the_records(tool: ModuleType) -> None:
+def test_the_tables_are_made_of_the_records(tool: ModuleType) -> None:
     text = (ROOT / "docs" / "quantisation.md").read_text()
     shown = text.split(tool.BEGIN)[1].split(tool.END)[0].strip()
     assert shown == tool.table(tool.read(tool.RECORDS))
+    shown = text.split(tool.DRIFT_BEGIN)[1].split(tool.DRIFT_END)[0].strip()
+    assert shown == tool.drift_table(tool.read(tool.DRIFT))
 
 
 def test_auto_round_is_a_tenth_below_plain_rounding(tool: ModuleType) -> None:
