@@ -13,15 +13,16 @@ depend neither on the rows beside it nor, within this path, on how many there ar
 Larger batches dequantise slices of N to 16 bits and multiply those with the vendor's library.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.awq_pack import PAD_N, AwqWeight, unpack
+from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
+from multilora_kernels.slices import SLICE_BYTES, multiply_slices, slice_rows
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
@@ -33,6 +34,58 @@ from multilora_kernels.split_k import (
 )
 
 OP = "awq_gemm"
+PAD_N = 128  # AwqWeight holds a multiple of so many outputs
+
+
+@dataclass(frozen=True)
+class AwqWeight:
+    """A 4-bit weight [N, K] in awq_pack.py's form; `counters` make one multiply at a time safe."""
+
+    words: torch.Tensor  # int16 [K/128, N padded, 32]
+    meta: torch.Tensor  # int32 [K/128, G, N padded]
+    counters: torch.Tensor  # int32 [N padded / 64], zero between multiplies
+    out_features: int
+    in_features: int
+    scale_dtype: torch.dtype  # float16 or bfloat16
+
+    @property
+    def groups_per_block(self) -> int:
+        """Groups in a block of 128 inputs: 1, 2 or 4."""
+        return self.meta.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        return sum(t.numel() * t.element_size() for t in (self.words, self.meta, self.counters))
+
+    def to(self, device: torch.device | str) -> "AwqWeight":
+        """The same weight on `device`."""
+        return replace(
+            self,
+            words=self.words.to(device),
+            meta=self.meta.to(device),
+            counters=self.counters.to(device),
+        )
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K] times this weight, [M, N] in x's dtype."""
+        return awq_gemm(x, self)
+
+    def dequantise(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """W [N, K] in `dtype`, rounded once from (q - zero) * scale in fp32."""
+        return dequantise(self, dtype)
+
+
+def unpack(weight: AwqWeight) -> Int4Matrix:
+    """The inverse of `pack`, with groups of at most 128 and K still padded."""
+    blocks, outputs, _ = weight.words.shape
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=weight.words.device)
+    q = (weight.words.int().unsqueeze(2) >> shifts[:, None]) & 0xF  # [blocks, N, 4, 32]
+    q = q.permute(1, 0, 2, 3).reshape(outputs, blocks * BLOCK_K)
+    meta = weight.meta.permute(2, 0, 1).reshape(outputs, -1)
+    scale = (meta >> 16).to(torch.int16).view(weight.scale_dtype)
+    n = weight.out_features
+    return Int4Matrix(q[:n].to(torch.uint8), (meta[:n] & 0xF).to(torch.uint8), scale[:n])
 
 
 @triton.constexpr_function
@@ -220,8 +273,6 @@ class AwqLaunch:
 
 # Batches up to here take the fused kernel where nothing was tuned.
 _MAX_FUSED = 128
-# Bytes of the slice a large multiply dequantises at a time: bounds what it takes beside the pool.
-_SLICE_BYTES = 64 << 20
 
 
 def _stage_bytes(tile: Tile) -> int:
@@ -234,9 +285,7 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
     """Launch of x [m, k] times weights [n, k]; only the tile, never the split, depends on m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m > int(shape.get("max_fused", _MAX_FUSED)):
-        slice_bytes = int(shape.get("slice_bytes", _SLICE_BYTES))
-        slice_n = max(PAD_N, slice_bytes // (2 * k) // PAD_N * PAD_N)
-        return AwqLaunch(None, min(n, slice_n))
+        return AwqLaunch(None, slice_rows(n, k, int(shape.get("slice_bytes", SLICE_BYTES))))
     block_m = bucket_of(m)
     base = Tile(block_m=block_m, num_warps=2 if block_m <= 16 else 4)
     return AwqLaunch(choose_tile(OP, base, n, k, chip, _stage_bytes))
@@ -252,14 +301,14 @@ def run_fused(x: torch.Tensor, weight: AwqWeight, tile: Tile) -> torch.Tensor:
     n, n_padded = weight.out_features, weight.words.shape[1]
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
     grid = (n_padded // tile.block_n, tile.split_k, cdiv(m, tile.block_m))
-    partial, counters = workspace(tile, weight.counters, grid[0] * grid[2])
+    partials, counters = workspace(tile, weight.counters, grid[0] * grid[2])
     interpreted = triton.knobs.runtime.interpret
     awq_gemm_kernel[grid](
         x,
         weight.words,
         weight.meta,
         y,
-        partial,
+        partials,
         counters,
         m,
         n,
@@ -305,14 +354,7 @@ def _dequantise_rows(weight: AwqWeight, w: torch.Tensor, start: int) -> None:
 
 def run_sliced(x: torch.Tensor, weight: AwqWeight, slice_n: int) -> torch.Tensor:
     """Dequantise `slice_n` rows of W at a time and multiply each slice with the library."""
-    n = weight.out_features
-    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    w = torch.empty((min(slice_n, n), weight.in_features), dtype=x.dtype, device=x.device)
-    for start in range(0, n, slice_n):
-        rows = min(slice_n, n - start)
-        _dequantise_rows(weight, w[:rows], start)
-        torch.mm(x, w[:rows].t(), out=y[:, start : start + rows])
-    return y
+    return multiply_slices(x, weight.out_features, slice_n, partial(_dequantise_rows, weight))
 
 
 def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:

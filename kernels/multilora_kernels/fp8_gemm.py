@@ -25,6 +25,7 @@ import triton.language as tl
 
 from multilora_kernels.fp8_quant import RowScaling, quantise_rows
 from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
+from multilora_kernels.slices import multiply_slices, slice_rows
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
@@ -271,8 +272,6 @@ def concatenate(weights: list[Fp8Weight]) -> Fp8Weight:
 
 # Batches up to here take the split kernel where nothing was tuned.
 _MAX_SPLIT = 64
-# Bytes of the slice of W that is widened at a time.
-_SLICE_BYTES = 64 << 20
 # Below 16 rows Triton takes fp16 instructions on Hopper, which sum differently from FP8's.
 _SMALLEST = 16
 
@@ -390,16 +389,13 @@ def run_widened(
 ) -> torch.Tensor:
     """x and slices of W, both with scales by blocks, widened to 16 bits and multiplied."""
     n, k = weight.q.shape
-    slice_n = min(n, max(128, _SLICE_BYTES // (2 * k) // 128 * 128))
     x = torch.empty(xq.shape, dtype=dtype, device=xq.device)
     _widen(xq, sx, x, 1)
-    y = torch.empty((xq.shape[0], n), dtype=dtype, device=xq.device)
-    w = torch.empty((slice_n, k), dtype=dtype, device=xq.device)
-    for start in range(0, n, slice_n):
-        rows = min(slice_n, n - start)
-        _widen(weight.q[start : start + rows], weight.scale[start // 128 :], w[:rows], 128)
-        torch.mm(x, w[:rows].t(), out=y[:, start : start + rows])
-    return y
+
+    def widen(w: torch.Tensor, start: int) -> None:
+        _widen(weight.q[start : start + len(w)], weight.scale[start // 128 :], w, 128)
+
+    return multiply_slices(x, n, slice_rows(n, k), widen)
 
 
 def _row_stride(sx: torch.Tensor, m: int) -> int:

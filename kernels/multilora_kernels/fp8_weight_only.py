@@ -20,6 +20,7 @@ import triton.language as tl
 
 from multilora_kernels.fp8_gemm import Fp8Weight, fp8_weight
 from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
+from multilora_kernels.slices import multiply_slices, slice_rows
 from multilora_kernels.split_k import (
     BLOCK_K,
     Tile,
@@ -231,8 +232,6 @@ def unpack_weight_only(weight: Fp8WeightOnly) -> Fp8Weight:
 
 # Batches up to here take the fused kernel where nothing was tuned.
 _MAX_FUSED = 128
-# Bytes of the slice a large multiply dequantises at a time.
-_SLICE_BYTES = 64 << 20
 
 
 def _stage_bytes(tile: Tile) -> int:
@@ -246,7 +245,7 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> tuple[Tile | None, int]
     if m <= int(shape.get("max_fused", _MAX_FUSED)):
         base = Tile(block_m=bucket_of(m))
         return choose_tile(OP, base, n, k, chip, _stage_bytes), 0
-    return None, min(n, max(128, _SLICE_BYTES // (2 * k) // 128 * 128))
+    return None, slice_rows(n, k)
 
 
 def run_fused(x: torch.Tensor, weight: Fp8WeightOnly, tile: Tile) -> torch.Tensor:
@@ -287,16 +286,14 @@ def run_fused(x: torch.Tensor, weight: Fp8WeightOnly, tile: Tile) -> torch.Tenso
 def run_sliced(x: torch.Tensor, weight: Fp8WeightOnly, slice_n: int) -> torch.Tensor:
     """Dequantise `slice_n` rows of W at a time and multiply each slice with the library."""
     n, k = weight.out_features, weight.in_features
-    y = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
-    w = torch.empty((min(slice_n, n), k), dtype=x.dtype, device=x.device)
-    for start in range(0, n, slice_n):
-        rows = min(slice_n, n - start)
-        widen_kernel[(weight.words.shape[0], cdiv(rows, 16))](
-            weight.words, weight.scale, w, start, start + rows, n, k,
+
+    def widen(w: torch.Tensor, start: int) -> None:
+        widen_kernel[(weight.words.shape[0], cdiv(len(w), 16))](
+            weight.words, weight.scale, w, start, start + len(w), n, k,
             BLOCK_N=16, BLOCKWISE=weight.blockwise, num_warps=4,
         )  # fmt: skip
-        torch.mm(x, w[:rows].t(), out=y[:, start : start + rows])
-    return y
+
+    return multiply_slices(x, n, slice_n, widen)
 
 
 def fp8_weight_only(x: torch.Tensor, weight: Fp8WeightOnly) -> torch.Tensor:

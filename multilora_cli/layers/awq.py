@@ -11,14 +11,9 @@ from typing import Protocol
 
 import torch
 
-from multilora_kernels.awq_pack import (
-    PAD_N,
-    AwqWeight,
-    Int4Matrix,
-    pack,
-    unpack_autoawq,
-    unpack_compressed,
-)
+from multilora_kernels.awq_gemm import PAD_N, AwqWeight
+from multilora_kernels.awq_pack import pack
+from multilora_kernels.int4_matrix import Int4Matrix, unpack_autoawq, unpack_compressed
 
 # Weights unpacked at a time: as int32, and a handful of such arrays, 400 MB.
 _SLICE_WEIGHTS = 16 * 2**20

@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from multilora_kernels import awq_gemm as op
-from multilora_kernels.awq_gemm import awq_gemm, awq_gemm_ref, choose_launch, dequantise
-from multilora_kernels.awq_pack import AwqWeight, Int4Matrix, pack
+from multilora_kernels.awq_gemm import (
+    AwqWeight,
+    awq_gemm,
+    awq_gemm_ref,
+    choose_launch,
+    dequantise,
+)
+from multilora_kernels.awq_pack import pack
+from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
 from multilora_kernels.split_k import Tile, bucket_of, choose_split
 

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from multilora_kernels.awq_gemm import awq_gemm, dequantise
-from multilora_kernels.awq_pack import (
+from multilora_kernels.awq_gemm import awq_gemm, dequantise, unpack
+from multilora_kernels.awq_pack import pack
+from multilora_kernels.int4_matrix import (
     Int4Matrix,
     concatenate,
-    pack,
-    unpack,
     unpack_autoawq,
     unpack_compressed,
 )

@@ -141,7 +141,7 @@ def test_weight_only_kernel_matches_reference(
 
 @pytest.mark.interpreter
 def test_widened_slices_match_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "_SLICE_BYTES", 128 * 2 * 256)
+    monkeypatch.setattr(op, "slice_rows", lambda n, k: 128)
     weight = random_weight(300, 256, "block")
     xq, sx = weight.quantise(random_x(5, 256, torch.float16))
     y = op.run_widened(xq, sx, weight, torch.float16)

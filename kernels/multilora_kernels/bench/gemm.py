@@ -14,7 +14,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from multilora_kernels import awq_gemm as awq
 from multilora_kernels import fp8_gemm as fp8
 from multilora_kernels import fp8_weight_only as wide
-from multilora_kernels.awq_pack import AwqWeight
+from multilora_kernels.awq_gemm import AwqWeight
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
 from multilora_kernels.bf16_gemv import GemvLaunch, bf16_gemv, run_gemv
 from multilora_kernels.fp8_quant import (
