@@ -277,6 +277,25 @@ def test_slots_and_pages_wait_for_the_last_step_that_may_read_them() -> None:
     assert books.residency.is_ready(waiting)
 
 
+def test_a_pinned_adapter_never_leaves_for_others() -> None:
+    """Not for a moment: neither for adapters that are used more, nor for KV."""
+    books = Books(num_slots=3)
+    pinned = VERSIONS[1]
+    books.residency.load(1, pinned, 1, pin="hot")
+    settle(books)
+    for order, version in enumerate(VERSIONS[2:5] * 4):
+        lease = books.residency.lease(version, 10 + order)
+        settle(books)
+        assert books.residency.acquire(lease) is not None
+        books.residency.release(lease)
+        assert state_of(books, pinned) is State.HOT
+        assert not books.evictor.make_room(39, PageUse.KV), "all pages but the pinned ones"
+        assert books.evictor.make_room(37, PageUse.KV)
+    left = [event for event in books.residency.take_events() if event.digest == pinned.digest]
+    assert [event.state for event in left][-1] is State.HOT and books.residency.evictions > 4
+    assert sum(event.state is State.HOT for event in left) == 1, "it went and came back"
+
+
 def test_priority_is_evicted_later() -> None:
     books = Books(num_slots=3)
     books.residency.load(1, VERSIONS[0], 1, hot=True, priority=5)

@@ -12,7 +12,7 @@ from tests.engine.scheduler_rig import VERSIONS, VOCAB, Rig
 def _walk(steps: int, seed: int) -> Counter[str]:
     """Random traffic from start to rest; how often what was seen."""
     budget, steps_ahead = (8 if seed % 2 else None), seed // 2 % 2
-    books = Books(num_pages=36, num_slots=4)
+    books = Books(num_pages=36, num_slots=6)
     rig = Rig(seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead)
     rig.books.copier.instant = False
     choose = rig.random

@@ -21,7 +21,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rig = Rig(
-            0, Books(num_pages=30, num_slots=4, prefetch_bytes_per_s=500), max_adapter_pages=10
+            0, Books(num_pages=30, num_slots=6, prefetch_bytes_per_s=500), max_adapter_pages=10
         )
         self.rig.books.copier.instant = False
         self.rig.random = random.Random(0)
