@@ -2,6 +2,7 @@
 what operators changed, over a restart and over a changed file."""
 
 import asyncio
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -463,3 +464,81 @@ def test_the_order_of_the_file_stays(fleet: Fleet) -> None:
         assert standing == changes
 
     asyncio.run(run())
+
+
+async def _random_operator(app: InProcess, fleet: Fleet, rng: random.Random) -> None:
+    """One thing that an operator may do, if it can be done."""
+    name = rng.choice(["a", "b", "c", "d", "own"])
+    known = app.registry.get(name) is not None
+    folder = str(fleet.folder / "adapters" / rng.choice(["a-0", "b-1", "c-2"]))
+    deed = rng.choice(["load", "unload", "pin", "unpin"])
+    if deed == "load":
+        await post(
+            app, "/v1/load_lora_adapter", lora_name=name, lora_path=folder, load_inplace=True,
+            pinned=rng.random() < 0.3,
+        )  # fmt: skip
+    elif known and deed == "unload":
+        await post(app, "/v1/unload_lora_adapter", lora_name=name)
+    elif known and deed == "pin":
+        ttl = rng.choice([None, "1h", "2h"])
+        await post(app, f"/v1/adapters/{name}/warm", hot=rng.random() < 0.5, pin=True, ttl=ttl)
+    elif known and deed == "unpin" and not _twin_is_pinned(app, name):
+        await post(app, f"/v1/adapters/{name}/evict", unpin=True)
+
+
+def _twin_is_pinned(app: InProcess, name: str) -> bool:
+    digest = app.registry.with_digest(name).digest
+    others = [entry for entry in app.registry.entries() if entry.name != name]
+    return any(entry.pin and entry.digest == digest for entry in others)
+
+
+def _random_edit(fleet: Fleet, rng: random.Random) -> None:
+    """One thing that an editor may do to the file."""
+    name = rng.choice(["a", "b", "c", "d"])
+    if rng.random() < 0.3:
+        fleet.adapters.pop(name, None)
+    elif name not in fleet.adapters or rng.random() < 0.5:
+        fleet.add(name, rng.choice([0, 1, 2, 50, 51]))
+    else:
+        fleet.adapters[name] |= {"pin": rng.choice([None, "hot"]), "ttl": rng.choice([None, 9.0])}
+
+
+def _served(app: InProcess) -> dict[str, tuple[Any, ...]]:
+    app.registry._entries.check_integrity()
+    return {
+        entry.name: (entry.source, entry.pin, entry.request.ttl, entry.state)
+        for entry in app.registry.entries()
+    }
+
+
+@pytest.mark.parametrize("turns", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_apply_is_what_a_restart_would_be(tmp_path: Path, turns: int) -> None:
+    """Whatever operators and editors did: apply, apply and restart, and restart alone give the same
+    fleet; nothing of it is left over in the engine."""
+
+    async def run(fleet: Fleet, rng: random.Random) -> None:
+        async with fleet.start() as app:
+            for _ in range(rng.randrange(1, 8)):
+                await _random_operator(app, fleet, rng)
+            before = fleet.file.read()
+            for _ in range(rng.randrange(0, 5)):
+                _random_edit(fleet, rng)
+            await fleet.apply(app)
+            applied = _served(app)
+            assert (await fleet.apply(app))["changes"] == []
+            await app.client.query()
+            held = set(app.client.statuses) - {"", None}
+            assert held <= {entry.digest for entry in app.registry.entries()}
+        async with fleet.start() as app:
+            assert _served(app) == applied
+        fleet.file.close()
+        fleet.file.path.unlink(missing_ok=True)
+        if before:
+            StateFile(fleet.file.path, fleet.folder / "fleet.yaml").write(before)
+        async with fleet.start() as app:
+            assert _served(app) == applied
+
+    for seed in range(turns):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        asyncio.run(run(Fleet(folder), random.Random(seed)))
