@@ -30,7 +30,7 @@ class ModuleRow:
     """Neighbouring layers of one module that have rank and scale in common."""
 
     module: str
-    layers: str  # 0-31
+    layers: str  # 0-31; empty for embedding and head
     rank: int
     scale: float
     rule: str  # alpha 32 / rank 16
@@ -43,7 +43,7 @@ class Examined:
     digest: str
     base: BaseMatch
     num_tensors: int  # all of them are used, or the adapter is refused
-    num_modules: int  # adapted (layer, module) pairs
+    num_modules: int  # adapted (layer, module) pairs, embedding and head
     rows: tuple[ModuleRow, ...]
     num_bytes: int  # of its weights in the compute dtype, nothing padded
     num_pages: int
@@ -76,7 +76,7 @@ def examine(
         digest=digest,
         base=base,
         num_tensors=len(adapter.tensors),
-        num_modules=len(adapter.weights),
+        num_modules=len(adapter.weights) + len(adapter.edges.lora) + len(adapter.edges.saved),
         rows=tuple(_module_rows(adapter, config)),
         num_bytes=adapter.num_bytes(plan.itemsize),
         num_pages=plan.num_pages,
@@ -126,11 +126,16 @@ def _module_rows(adapter: AdapterFile, config: Mapping[str, Any]) -> Iterator[Mo
         weights = adapter.weights[key]
         return key[1], weights.rank, weights.scaling
 
+    def rule(rank: int, scale: float) -> str:
+        root = math.sqrt(rank) if rslora else rank
+        return f"alpha {scale * root:g} / " + (f"sqrt(rank {rank})" if rslora else f"rank {rank}")
+
     order = sorted(adapter.weights, key=lambda key: (kind(key), key[0]))
     for (module, rank, scale), keys in groupby(order, key=kind):
-        root = math.sqrt(rank) if rslora else rank
-        rule = f"alpha {scale * root:g} / " + (f"sqrt(rank {rank})" if rslora else f"rank {rank}")
-        yield ModuleRow(module, _ranges([layer for layer, _ in keys]), rank, scale, rule)
+        layers = _ranges([layer for layer, _ in keys])
+        yield ModuleRow(module, layers, rank, scale, rule(rank, scale))
+    for edge, found in adapter.edges.lora.items():
+        yield ModuleRow(edge, "", found.rank, found.scaling, rule(found.rank, found.scaling))
 
 
 def _ranges(layers: list[int]) -> str:

@@ -335,3 +335,21 @@ def test_progress_counts_every_byte(cases: dict[str, Case]) -> None:
 def test_kv_scales_are_told(cases: dict[str, Case]) -> None:
     """They would matter for an FP8 KV cache, which is not kept."""
     assert any("6 scales for an FP8 KV cache" in n for n in cases["fp8-dynamic"].load().notes)
+
+
+@pytest.mark.parametrize("name", ["awq-64", "w8a16"])
+def test_dora_on_a_quantised_base(name: str, tmp_path: Path) -> None:
+    """Norms are those of the dequantised weights, as PEFT takes them on such a base."""
+    kind = KINDS[name]
+    model = tiny.make_model("llama", seed=2, gain=1.0, **kind.shape)
+    reference = quantise_checkpoint(model, tmp_path / "base", kind)
+    modules = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    config = {"r": 8, "target_modules": modules, "use_dora": True}
+    folders = make_adapters(reference, tmp_path, [config], size=0.6)
+    decoder = load_decoder(tmp_path / "base", read_geometry(tmp_path / "base"), CPU, torch.float32)
+    runner = PagedRunner(decoder, num_pages=300)
+    load_adapters(runner, folders)
+    results = runner.run([Row(prompt, slot=1) for prompt in PROMPTS], ragged(3))
+    wanted = peft_logits(reference, folders, [(1, prompt) for prompt in PROMPTS])
+    for ours, theirs in zip(results, wanted, strict=True):
+        assert log_probability_gap(ours, theirs) < WEIGHTS_ONLY
