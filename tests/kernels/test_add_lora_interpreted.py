@@ -1,8 +1,10 @@
 """The LoRA kernels under Triton's interpreter, on the smallest pages and odd sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from lora_cases import LAYERS, PAGE_BYTES, SHAPES, check, inputs, run, small_fleet
+from lora_cases import LAYERS, PAGE_BYTES, SHAPES, adapters, check, inputs, run, small_fleet
 
 from multilora_kernels import lora_choice
 from multilora_kernels.add_lora import add_lora
@@ -40,6 +42,24 @@ def test_half_precision(fleet: Fleet) -> None:
 
 def test_a_segment_of_more_rows_than_a_tile_is_cut(fleet: Fleet) -> None:
     check(fleet, [4] * 19 + [7] * 2 + [0], "down", 8, [1])
+
+
+@pytest.mark.parametrize("row_splits", [2, 4])
+def test_shared_rows_in_parts_of_a_share_of_k(
+    row_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages with room for chunks of 64, so that a share of K can be cut; one to five rank tiles."""
+    decode = lora_choice._decode
+    monkeypatch.setattr(
+        lora_choice, "_decode", lambda *given: replace(decode(*given), row_splits=row_splits)
+    )
+    fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 8 * PAGE_BYTES, torch.float32, seed=4)
+    segments = Segments(11, "cpu")
+    segments.build([3] * 2 + [7] * 5 + [4] * 3 + [1])
+    choice = segments.lists(fleet.table).groups["down"].choice
+    assert (choice.row_splits, choice.span, choice.dot_k) == (row_splits, 64, 64 // row_splits)
+    check(fleet, [3] * 2 + [7] * 5 + [4] * 3 + [1], "down", 9, [1])
+    check(fleet, [7, 3, 0, 7, 3, 6, 6], "qkv", 10, [0])
 
 
 def test_a_nan_adapter_leaves_other_rows_bit_identical() -> None:
