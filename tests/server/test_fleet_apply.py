@@ -530,7 +530,7 @@ def test_apply_is_what_a_restart_would_be(tmp_path: Path, turns: int) -> None:
             held = set(app.client.statuses) - {"", None}
             assert held <= {entry.digest for entry in app.registry.entries()}
         async with fleet.start() as app:
-            assert _served(app) == applied
+            assert _served(app) == applied and fleet.notes == []  # apply left nothing stale behind
         fleet.file.close()
         fleet.file.path.unlink(missing_ok=True)
         if before:
