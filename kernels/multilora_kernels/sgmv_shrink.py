@@ -245,7 +245,9 @@ def sgmv_shrink(
             x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0),
             DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits,
-            EVEN_K=shape.d_in % choice.block_k == 0, **constants,
+            EVEN_K=shape.d_in % choice.block_k == 0,
+            # Products of 16-bit numbers are exact in fp32; for others see `sgmv_expand`.
+            enable_fp_fusion=x.dtype != torch.float32, **constants,
         )  # fmt: skip
     else:
         shrink_prefill_kernel[(group.num_bands * splits,)](
