@@ -199,6 +199,33 @@ def test_serve_registers_remote_adapters(origin: FaultOrigin, tmp_path: Path) ->
     assert [name for name, _ in later.failures] == ["gone"]
 
 
+def test_an_origin_that_was_down_at_the_start(
+    origin: FaultOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F69 with nothing stored: listed as failed with the time of the next attempt, which finds it;
+    a repository that is not there waits for somebody."""
+    from multilora_cli.adapters.source import REMOTE
+    from multilora_cli.cli.startup import prepare
+
+    tiny_base(tmp_path / "base", tokenizer=False)
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(
+        'base: {model: ./base}\nadapters: [{name: legal, source: "hf://acme/legal", pin: warm}]\n'
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    registry = prepare(fleet, report=lambda *_: None).registry
+    entry = registry.get("legal")
+    assert entry is not None and "HF_HUB_OFFLINE" in entry.detail
+    assert entry.retry_at is not None and entry.attempts == 1
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(REMOTE["hf"], "_down", {})
+    ready = registry.retry("legal")
+    assert (ready.state, ready.pin, ready.rank) == ("ready", "warm", 4)
+    fleet.write_text(fleet.read_text().replace("acme/legal", "acme/gone"))
+    gone = prepare(fleet, report=lambda *_: None).registry.get("legal")
+    assert gone is not None and gone.state == "failed" and gone.retry_at is None
+
+
 def test_no_lock_no_change(tmp_path: Path) -> None:
     """Without a lock file adapters are as the fleet has them."""
     (tmp_path / "fleet.yaml").write_text(FLEET)
