@@ -28,6 +28,7 @@ class Script:
     """
 
     models: tuple[str, ...] = ("base", "a", "b", "c")  # the first one is the base
+    unlisted: tuple[str, ...] = ()  # served as well, but not told
     first_s: float = 0.0
     gap_s: float = 0.0
     usage: bool = True
@@ -128,7 +129,7 @@ class _Connection(asyncio.Protocol):
         failure = dict(server.script.failures).get(model, "")
         if failure.startswith("http_"):
             self._reply(int(failure[5:]), _error("as scripted"))
-        elif model not in server.script.models:
+        elif model not in server.script.models + server.script.unlisted:
             self._reply(404, _error(f"The model `{model}` does not exist."))
         elif server.script.strict and "ignore_eos" in body:
             self._reply(422, _error("Unexpected fields in the request: {'ignore_eos'}"))

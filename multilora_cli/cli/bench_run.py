@@ -181,7 +181,11 @@ async def _own_server(console: Console, fleet: Path | None, stack: AsyncExitStac
 
 
 def _chosen(fleet: "Fleet", adapters_from: str) -> "tuple[Adapter, ...]":
-    """The adapters to use, in order of popularity. Raises BadInput for one that is not served."""
+    """The adapters to use, in order of popularity. Raises BadInput for one that is not served.
+
+    A server that lists none may have some all the same: the warm-up asks for each.
+    """
+    from multilora_cli.bench.target import Adapter
     from multilora_cli.errors import BadInput
 
     if adapters_from == "models":
@@ -195,12 +199,14 @@ def _chosen(fleet: "Fleet", adapters_from: str) -> "tuple[Adapter, ...]":
             f"--adapters-from {path}: {reason}", hint="a file with one name a line, or: models"
         ) from None
     names = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not fleet.adapters:
+        return tuple(Adapter(name) for name in names)
     known = {adapter.name: adapter for adapter in fleet.adapters}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BadInput(
             f"--adapters-from {path}: the server has no adapter {', '.join(unknown[:5])}",
-            hint=f"it lists {len(known)}: {', '.join(list(known)[:5])} ..." if known else None,
+            hint=f"it lists {len(known)}: {', '.join(list(known)[:5])} ...",
         )
     return tuple(known[name] for name in names)
 

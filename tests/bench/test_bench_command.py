@@ -166,6 +166,20 @@ def test_adapters_from_a_file_set_the_order_and_must_exist(
     assert "one name a line" in result.stderr
 
 
+def test_a_server_that_lists_no_adapters_is_asked_for_those_named(tmp_path: Path) -> None:
+    """SGLang serves `base:adapter`; some of its versions list the base alone."""
+    names = tmp_path / "names"
+    names.write_text("base:b\nbase:a\n")
+    with Threaded(Script(models=("base",), unlisted=("base:a", "base:b"))) as server:
+        flags = ("--url", server.url, "--adapters-from", str(names), "--requests", "8",
+                 "--compare", "uniform", "--rounds", "1", "--lengths", "8:2")  # fmt: skip
+        [arm] = json.loads(bench(*flags, "--json").stdout)["arms"]
+        groups = {group["name"]: group["requests"] for group in arm["measures"]["per_adapter"]}
+        assert set(groups) == {"base:a", "base:b"} and sum(groups.values()) == 8
+        names.write_text("base:c\n")
+        assert "warm-up: base:c: http_404" in bench(*flags, code=1).stderr
+
+
 def test_an_adapter_that_another_model_answers_for_ends_the_warm_up(tmp_path: Path) -> None:
     names = tmp_path / "names"
     names.write_text("b\n")
