@@ -1,6 +1,9 @@
 """Compile a kernel for a GPU that is not here: type errors and shared memory without a device."""
 
+import re
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -66,6 +69,18 @@ def compiled_for(
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
+
+
+def registers_and_spills(compiled: Any, folder: Path) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of its stack, where registers are spilled to."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(cubin)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
 
 
 def assert_fits(

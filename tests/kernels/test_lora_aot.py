@@ -1,11 +1,12 @@
 """The LoRA kernels compiled for cards that are not here: types, and shared memory within limits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import triton
 import triton.language as tl
-from aot import ARCHITECTURES, assert_fits
+from aot import ARCHITECTURES, assert_fits, compiled_for, registers_and_spills
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -55,14 +56,14 @@ def constants(shape: GroupShape, choice: LoraChoice) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(("sm", "name", "tokens"), CASES)
-def test_shrink_compiles_and_fits(sm: int, name: str, tokens: int) -> None:
+def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """Kernel, types and constants of a shrink launch."""
     shape = SHAPES[name]
     choice = choose(shape, tokens, CHIPS[sm])
-    assert choice.pdl == (sm >= 90)
     pointer = dtype_of(shape)[0]
-    signature = {**COMMON, "x_ptr": pointer, "weights_ptr": pointer, "d_in": "i32"}
-    signature["stride_xm"] = "i32"
+    aligned = ":16" if shape.d_in % 16 == 0 else ""
+    signature = {**COMMON, "x_ptr": pointer, "weights_ptr": pointer, "d_in": f"i32{aligned}"}
+    signature["stride_xm"] = f"i32{aligned}"
     fixed = {
         **constants(shape, choice),
         "BLOCK_K": choice.block_k,
@@ -70,13 +71,18 @@ def test_shrink_compiles_and_fits(sm: int, name: str, tokens: int) -> None:
         "ALIGNED": shape.d_in % 8 == 0,
     }
     if choice.is_decode:
-        kernel, signature["counts_ptr"] = shrink_decode_kernel, "*i32"
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
         fixed["EVEN_K"] = shape.d_in % choice.block_k == 0
-    else:
-        kernel = shrink_prefill_kernel
-        signature |= {"bands_ptr": "*i32", "plane_rows": "i32"}
-        fixed |= {"BAND": SIDE_BY_SIDE}
+        return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
+    signature |= {"bands_ptr": "*i32", "plane_rows": "i32"}
+    return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
+
+
+@pytest.mark.parametrize(("sm", "name", "tokens"), CASES)
+def test_shrink_compiles_and_fits(sm: int, name: str, tokens: int) -> None:
+    choice = choose(SHAPES[name], tokens, CHIPS[sm])
+    assert choice.pdl == (sm >= 90)
+    kernel, signature, fixed = shrink_arguments(sm, name, tokens)
     assert_fits(kernel, signature, fixed, sm, choice.shrink_warps, choice.shrink_stages)
 
 
@@ -106,6 +112,28 @@ def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
         return expand_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     fixed["N_STEPS"] = choice.n_steps
     return expand_prefill_kernel, {**signature, "plane_rows": "i32"}, fixed
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("qkv", 4), ("down", 64)])
+def test_decode_kernels_keep_loads_in_flight(name: str, tokens: int, tmp_path: Path) -> None:
+    """Registers for 128 KiB of weights under way on a multiprocessor; at most 16 words spilled."""
+    choice = choose(SHAPES[name], tokens, H200)
+    kernel, signature, fixed = shrink_arguments(90, name, tokens)
+    shrink = compiled_for(
+        kernel, signature, fixed, 90, choice.shrink_warps, choice.shrink_stages,
+        maxnreg=choice.shrink_registers,
+    )  # fmt: skip
+    registers, spilled = registers_and_spills(shrink, tmp_path)
+    programs = 65536 // (registers * 32 * choice.shrink_warps)
+    assert spilled <= 64 and programs * 16 * choice.span * 2 >= 128 * 1024, registers
+    kernel, signature, fixed = expand_arguments(90, name, tokens)
+    expand = compiled_for(
+        kernel, signature | {"stride_ym": "i32:16"}, fixed, 90, choice.expand_warps, DECODE_STAGES,
+        maxnreg=choice.expand_registers, enable_fp_fusion=False,
+    )  # fmt: skip
+    registers, spilled = registers_and_spills(expand, tmp_path)
+    programs = 65536 // (registers * 32 * choice.expand_warps)
+    assert spilled <= 64 and programs >= 4, registers
 
 
 def test_planes_are_not_read_before_the_wait_for_the_shrink() -> None:
