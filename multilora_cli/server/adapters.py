@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -20,6 +19,7 @@ from multilora_cli.server.contract import fault_error, unavailable
 from multilora_cli.server.listing import adapter_row, listing, status_of
 from multilora_cli.server.names import NameLimits, Names
 from multilora_cli.server.protocol import duration, model_not_found
+from multilora_cli.server.threads import Threads
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +44,10 @@ class Adapters:
         self.changes = changes or RuntimeChanges(ServedFleet())
         self.client = client
         self.config = config
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="adapters")
+        self._threads = Threads(_THREADS)
+        self._fetching = Threads(_THREADS)  # a slow origin delays no reading of what is here
         limits = NameLimits(known=config.max_resolved, wait_s=config.limits.load_s)
-        self.names = Names(registry, self._pool, self.changes.fleet.patterns, limits)
+        self.names = Names(registry, self._fetching, self.changes.fleet.patterns, limits)
         self.names.make_room = self._forget_idle
         # One call a name at a time; a lock lives as long as somebody holds or awaits it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -57,7 +58,6 @@ class Adapters:
         """Start nothing more."""
         for task in self._tasks:
             task.cancel()
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def resolve(self, name: str | None) -> AdapterRef | None:
         """The version a request is served with. Raises RequestError 404, never the base."""
@@ -293,7 +293,7 @@ class Adapters:
     async def retry(self, name: str) -> None:
         """Ask the source of a failed adapter again. Raises RequestError with what is wrong."""
         try:
-            await self.in_thread(lambda: self.registry.retry(name))
+            await self.fetching(lambda: self.registry.retry(name))
         except (AdapterError, AdapterUnavailable) as error:
             raise unavailable("adapter_unavailable", f"adapter {name}: {error.message}") from None
 
@@ -381,8 +381,12 @@ class Adapters:
     # ---- inside
 
     async def in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run reading and fetching off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        """Run what reads files off the event loop."""
+        return await self._threads.run(function, *arguments)
+
+    async def fetching(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run what may ask an origin off the event loop."""
+        return await self._fetching.run(function, *arguments)
 
     def background(self, work: Coroutine[Any, Any, Any]) -> None:
         """Do something that nobody waits for."""

@@ -153,7 +153,7 @@ class FleetApply:
         if is_folder and request.source not in known:
             registry.check_root(request.source)
         serves = entry is not None and entry.state == "ready"
-        candidate = await adapters.in_thread(
+        candidate = await adapters.fetching(
             lambda: registry.candidate(request, replacing=True, digested=serves)
         )
         before = candidate.previous

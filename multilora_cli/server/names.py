@@ -11,7 +11,6 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from multilora_cli.errors import AdapterError, MloraError, RequestError
 from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.server.contract import unavailable
 from multilora_cli.server.protocol import model_not_found
+from multilora_cli.server.threads import Threads
 
 _log = logging.getLogger(__name__)
 # Of an AdapterError: there is no such adapter, or none could ever have this name.
@@ -50,12 +50,12 @@ class Names:
     def __init__(
         self,
         registry: Registry,
-        pool: Executor,
+        threads: Threads,
         patterns: tuple[NamePattern, ...] = (),
         limits: NameLimits | None = None,
     ) -> None:
         self._registry = registry
-        self._pool = pool
+        self._threads = threads
         self._limits = limits or NameLimits()
         self.patterns = patterns
         self._misses: OrderedDict[str, _Miss] = OrderedDict()
@@ -138,8 +138,7 @@ class Names:
             name, source, priority=pattern.priority, ttl=pattern.ttl, via="pattern"
         )
         try:
-            loop = asyncio.get_running_loop()
-            done = await loop.run_in_executor(self._pool, self._register, request, pattern)
+            done = await self._threads.run(self._register, request, pattern)
         except AdapterError as error:
             if error.reason in _UNKNOWN:
                 self._remember(name, "")

@@ -49,7 +49,7 @@ class Upkeep:
         adapters = self._adapters
         try:
             async with adapters.lock(entry.name):
-                ready = await adapters.in_thread(adapters.registry.retry, entry.name)
+                ready = await adapters.fetching(adapters.registry.retry, entry.name)
         except MloraError as error:
             _log.warning("adapter %s: attempt %d: %s", entry.name, entry.attempts + 1, error)
         else:

@@ -1,15 +1,21 @@
 """A fleet that is operated: patterns, pins, restarts, changed files; nothing broken is served."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.adapters import fault_origin as faults
 from tests.e2e.serving import Served, start
 from tests.e2e.test_answers import complete, expected
 from tests.e2e.test_replace import load
@@ -160,3 +166,36 @@ def test_a_broken_version_is_found_before_anybody_gets_it(served: Served) -> Non
     gone = httpx.post(f"{served.url}/v1/unload_lora_adapter", json={"lora_name": "tenant"})
     assert int(gone.headers["x-mlora-freed-pages"]) >= int(str(row["pages"]))  # and cached KV
     assert int(gone.headers["x-mlora-freed-host-bytes"]) > 0
+
+
+def test_a_slow_origin_does_not_hold_the_server(
+    signature_fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F06, F63: others are served while a name is being fetched, and SIGTERM ends the server."""
+    origin = signature_fleet.parent
+
+    def stuck(handler: Any, body: bytes) -> None:
+        time.sleep(30)
+
+    with faults.fault_origin() as bucket:
+        bucket.always["slow"] = stuck
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", bucket.url)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        fleet = write_fleet(tmp_path / "fleet.yaml", origin, of(origin, "r4"))
+        pattern = '  - {pattern: "s3/{name}", source: "s3://bucket/{name}/"}\n'
+        fleet.write_text(fleet.read_text() + pattern)
+        served = start(fleet, log=tmp_path / "log")
+        asked = threading.Thread(target=_ask_in_vain, args=(served.url,), daemon=True)
+        asked.start()
+        while not bucket.seen:
+            time.sleep(0.05)
+        assert complete(served, "r4") == expected("r4", 12)
+        began = time.monotonic()
+        assert served.stop() == 0
+        assert time.monotonic() - began < 20
+        asked.join(10)
+
+
+def _ask_in_vain(url: str) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/completions", json=BODY | {"model": "s3/slow"}, timeout=60)

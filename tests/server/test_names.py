@@ -2,8 +2,8 @@
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from multilora_cli.errors import RequestError
 from multilora_cli.fleet.pattern import NamePattern
 from multilora_cli.server.changes import RuntimeChanges, ServedFleet
 from multilora_cli.server.names import NameLimits, Names
+from multilora_cli.server.threads import Threads
 from tests.adapters import fault_origin as faults
 from tests.adapters.fault_origin import FaultOrigin
 from tests.fakes import tiny_geometry, write_adapter
@@ -248,7 +249,7 @@ def names_of(tmp_path: Path, limits: NameLimits) -> Names:
     """Names behind a bucket, without a server."""
     store = DiskStore(tmp_path / "store", 2**30)
     registry = Registry(ServedBase(tiny_geometry(tmp_path / "base"), "demo"), store=store)
-    return Names(registry, ThreadPoolExecutor(2), (BUCKET,), limits)
+    return Names(registry, Threads(2), (BUCKET,), limits)
 
 
 def test_a_miss_is_remembered_for_a_while(tmp_path: Path, origin: FaultOrigin) -> None:
@@ -290,8 +291,6 @@ def test_searches_are_bounded_and_waits_end(tmp_path: Path, origin: FaultOrigin)
         assert (await names.find("acme/legal")).state == "ready"
 
     def slow(handler: Any, body: bytes) -> None:
-        import time
-
         time.sleep(0.6)
         handler.answer(200, body)
 
@@ -321,5 +320,33 @@ def test_unloading_gives_up_the_copy_on_disk(tmp_path: Path, origin: FaultOrigin
             assert store._use.all() == set()
             store.make_room(2**30)  # everything may go now
             assert list((store.root / "entries").iterdir()) == []
+
+    asyncio.run(run())
+
+
+def test_threads_are_bounded_and_raise() -> None:
+    """So many at a time; errors reach who asked; one who left harms nobody."""
+    running, most = [0], [0]
+
+    def work(value: int) -> int:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        running[0] -= 1
+        if value == 3:
+            raise ValueError("three")
+        return value
+
+    async def run() -> None:
+        threads = Threads(2)
+        found = await asyncio.gather(
+            *(threads.run(work, value) for value in range(6)), return_exceptions=True
+        )
+        assert [str(value) for value in found] == ["0", "1", "2", "three", "4", "5"]
+        assert most[0] == 2
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await threads.run(work, 1)
+        assert await threads.run(work, 7) == 7
 
     asyncio.run(run())
