@@ -255,8 +255,9 @@ def _judge(report: AdapterReport, parity: Parity) -> None:
     if not parity.is_exact:
         report.refuse(
             f"served answers differ from the reference by {found.largest:.3g} in log-probability"
-            f" (tolerance {parity.tolerance:.3g}); the bare base differs by"
-            f" {parity.base.largest:.2g}, the adapter changes {parity.effect:.3g}",
+            f" (tolerance {parity.tolerance:.3g}); rounding explains {parity.rounding:.2g}, the"
+            f" bare base differs by {parity.base.largest:.2g}, the adapter changes"
+            f" {parity.effect:.3g}",
             "this is a fault of the server, not of the adapter: please report it",
         )
     elif parity.tolerance > parity.effect / 2:

@@ -49,7 +49,8 @@ def _show_parity(console: Console, result: VerifyReport) -> None:
         console.line(
             f"log-probabilities over {first.agreement.positions} positions: the base changed by"
             " the adapter, and the served answers off the reference (fp32, adapters merged);"
-            f" tolerance {first.tolerance:.2g}, the bare base is off by {first.base.largest:.1g}"
+            f" tolerance {max(p.tolerance for p in parities):.2g} at most, the bare base is off by"
+            f" {first.base.largest:.1g}"
         )
 
 
@@ -127,6 +128,7 @@ def _adapter(adapter: AdapterReport) -> dict[str, Any]:
             "top1": parity.agreement.top1,
             "positions": parity.agreement.positions,
             "effect": parity.effect,
+            "rounding": parity.rounding,
             "tolerance": parity.tolerance,
             "base_largest": parity.base.largest,
         }

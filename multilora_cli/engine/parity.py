@@ -29,15 +29,43 @@ from multilora_kernels.layout import GROUPS
 Report = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
 _HEAD_ROWS = 8192  # of the vocabulary at a time: 134 MB of an 8B model's head in fp32
+_E4M3_MAX = 448.0
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A sequence to be computed: token ids, and the adapter's index; None: the bare base."""
+    """A sequence to be computed: token ids, and the adapter's index; None: the bare base.
+
+    `rounded`: as exactly as a device with the reference's `Rounding` could compute it.
+    """
 
     tokens: Sequence[int]
     adapter: int | None = None
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What a device rounds to: every result of an operation and every tensor of an adapter to
+    `dtype`, and to e4m3 the rows that meet a quantised matrix, or K and V."""
+
+    dtype: torch.dtype
+    fp8_rows: bool = False
+    fp8_kv: bool = False
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """Rounded once."""
+        return x.to(self.dtype).float()
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Each row [T, in] with a scale of its own, its largest magnitude to e4m3's."""
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / _E4M3_MAX
+        return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+    def kv(self, x: torch.Tensor) -> torch.Tensor:
+        """As they lie in an FP8 KV cache: without a scale."""
+        return x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
 class Reference:
@@ -49,22 +77,27 @@ class Reference:
         geometry: ModelGeometry,
         quantization: Quantization,
         adapters: Sequence[AdapterFile],
+        rounding: Rounding | None = None,
     ) -> None:
         self._geometry = geometry
         self._stack = ExitStack()
+        self._rounding = rounding
         self._adapters = [MergedAdapter(adapter, geometry) for adapter in adapters]
+        storage = None if rounding is None else rounding.dtype
+        self._rounded = [MergedAdapter(adapter, geometry, storage) for adapter in adapters]
         checkpoint = open_checkpoint(folder)
         self._entries: Mapping[str, TensorEntry] = {e.name: e for e in checkpoint.entries()}
         self._reader = TensorReader(checkpoint, _CPU, lambda phase, done, total: None)
         dense = replace(quantization, placement="dense")
         stored = find_linears(folder, checkpoint, geometry, dense)
+        self._stored = stored
         self._quantised = QuantisedLinears(stored, geometry, torch.float32, self._reader.read)
         self._frequencies = inverse_frequencies(geometry.rope, geometry.head_dim)
 
     def __enter__(self) -> "Reference":
         with ExitStack() as stack:
             stack.enter_context(self._reader)
-            for adapter in self._adapters:
+            for adapter in (*self._adapters, *self._rounded):
                 stack.enter_context(adapter)
             self._stack = stack.pop_all()
         return self
@@ -75,13 +108,16 @@ class Reference:
     @torch.inference_mode()
     def logprobs(self, passages: Sequence[Passage], report: Report) -> list[torch.Tensor]:
         """Log-probabilities fp32 [len(tokens), vocab] of each passage; vocab is its adapter's."""
-        batch = _Batch(passages)
-        x = self._embed(batch)
+        batch = _Batch(passages, self._rounding)
+        x = batch.result(self._embed(batch))
         for layer in range(self._geometry.num_layers):
             report("reference", layer, self._geometry.num_layers)
-            x = x + self._attention(layer, self._norm(layer, "input_layernorm", x), batch)
-            x = x + self._mlp(layer, self._norm(layer, "post_attention_layernorm", x), batch)
+            normed = batch.result(self._norm(layer, "input_layernorm", x))
+            x = batch.result(x + self._attention(layer, normed, batch))
+            normed = batch.result(self._norm(layer, "post_attention_layernorm", x))
+            x = batch.result(x + self._mlp(layer, normed, batch))
         hidden = _rms(x, self._tensor("model.norm.weight"), self._geometry.rms_norm_eps)
+        hidden = batch.result(hidden)
         logits = self._logits(hidden, batch)
         report("reference", self._geometry.num_layers, self._geometry.num_layers)
         return [rows.log_softmax(-1) for rows in logits]
@@ -93,8 +129,8 @@ class Reference:
         entry = self._entries[_EMBEDDING]
         table = torch.cat([self._read(rows_of(entry, i, i + 1)) for i in unique.tolist()])
         x = table[back]
-        for index, rows in batch.adapted():
-            x[rows] = self._adapters[index].embedding(ids[rows], x[rows])
+        for adapter, rows in self._adapted(batch):
+            x[rows] = adapter.embedding(ids[rows], x[rows])
         return x
 
     def _attention(self, layer: int, x: torch.Tensor, batch: "_Batch") -> torch.Tensor:
@@ -105,17 +141,30 @@ class Reference:
             k = _rms(k, self._tensor(prefix + "k_norm.weight"), geometry.rms_norm_eps)
         window = geometry.sliding_windows[layer]
         attended = torch.cat(
-            [self._attend(q[rows], k[rows], v[rows], window) for rows in batch.sequences()]
+            [
+                self._attend(q[rows], k[rows], v[rows], window, batch.rounding_of(passage))
+                for _, passage, rows in batch.items()
+            ]
         )
+        attended = batch.result(attended)
         (out,) = self._all("o", layer, attended, batch)
         return out
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None,
+        rounding: Rounding | None,
     ) -> torch.Tensor:
         """One sequence from its start: q [T, heads, D], k, v [T, kv_heads, D] -> [T, heads * D]."""
         position = torch.arange(len(q))
         q, k = self._turn(q, position), self._turn(k, position)
+        if rounding is not None:
+            q, k = rounding.result(q), rounding.result(k)
+            if rounding.fp8_kv:
+                k, v = rounding.kv(k), rounding.kv(v)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * self._geometry.head_dim**-0.5
@@ -134,21 +183,27 @@ class Reference:
 
     def _mlp(self, layer: int, x: torch.Tensor, batch: "_Batch") -> torch.Tensor:
         gate, up = self._all("gate_up", layer, x, batch)
-        (out,) = self._all("down", layer, gate * torch.sigmoid(gate) * up, batch)
+        product = batch.result(gate * torch.sigmoid(gate) * up)
+        (out,) = self._all("down", layer, product, batch)
         return out
 
     def _all(self, group: str, layer: int, x: torch.Tensor, batch: "_Batch") -> list[torch.Tensor]:
         """Every projection of a group, each passage's rows by its own adapter's weights."""
         results = []
+        if self._stored.covers(layer, group):
+            x = batch.quantised_rows(x)
         for module, weight, bias in self._projections(layer, group):
             y = x.new_empty(len(x), len(weight))
-            rows = batch.bare
-            y[rows] = _linear(x[rows], weight, bias)
-            for index, rows in batch.adapted():
-                merged = self._adapters[index].projection(layer, module, weight, bias)
-                y[rows] = _linear(x[rows], *merged)
-            results.append(y)
+            y[batch.bare] = _linear(x[batch.bare], weight, bias)
+            for adapter, rows in self._adapted(batch):
+                y[rows] = _linear(x[rows], *adapter.projection(layer, module, weight, bias))
+            results.append(batch.result(y))
         return results
+
+    def _adapted(self, batch: "_Batch") -> Iterator[tuple[MergedAdapter, torch.Tensor]]:
+        """Every adapter in use, exact or rounded, and a mask of its rows."""
+        for index, rounded, rows in batch.adapted():
+            yield (self._rounded if rounded else self._adapters)[index], rows
 
     def _projections(
         self, layer: int, group: str
@@ -194,9 +249,13 @@ class Reference:
                     continue
                 weight = base
                 if passage.adapter is not None:
-                    weight = self._adapters[passage.adapter].head(start, end, base)
+                    adapters = self._rounded if passage.rounded else self._adapters
+                    weight = adapters[passage.adapter].head(start, end, base)
                 logits[index][:, start:end] = hidden[rows] @ weight.T
-        return logits
+        return [
+            rows if rounding is None else rounding.result(rows)
+            for rows, rounding in zip(logits, map(batch.rounding_of, batch.passages), strict=True)
+        ]
 
     def _norm(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
         weight = self._tensor(f"model.layers.{layer}.{name}.weight")
@@ -210,10 +269,11 @@ class Reference:
 
 
 class _Batch:
-    """Where each passage's rows lie: passages of one adapter next to one another."""
+    """Where each passage's rows lie, and which of them a device's rounding applies to."""
 
-    def __init__(self, passages: Sequence[Passage]) -> None:
+    def __init__(self, passages: Sequence[Passage], rounding: Rounding | None) -> None:
         self.passages = passages
+        self._rounding = rounding
         self._rows, start = [], 0
         for passage in passages:
             self._rows.append(slice(start, start + len(passage.tokens)))
@@ -221,21 +281,39 @@ class _Batch:
         self.token_ids = torch.tensor([token for p in passages for token in p.tokens])
         owner = [-1 if p.adapter is None else p.adapter for p in passages for _ in p.tokens]
         self._owner = torch.tensor(owner)
+        self._is_rounded = torch.tensor([p.rounded for p in passages for _ in p.tokens])
         self.bare = self._owner == -1
 
-    def sequences(self) -> list[slice]:
-        """The rows of every passage."""
-        return self._rows
+    def rounding_of(self, passage: Passage) -> Rounding | None:
+        """What applies to this passage."""
+        return self._rounding if passage.rounded else None
+
+    def result(self, x: torch.Tensor) -> torch.Tensor:
+        """The result of an operation [T, ...], rounded in the rows that are."""
+        if self._rounding is None:
+            return x
+        return self._where_rounded(self._rounding.result(x), x)
+
+    def quantised_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [T, in] that meet a quantised matrix."""
+        if self._rounding is None or not self._rounding.fp8_rows:
+            return x
+        return self._where_rounded(self._rounding.rows(x), x)
+
+    def _where_rounded(self, rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        mask = self._is_rounded.view(-1, *(1 for _ in x.shape[1:]))
+        return torch.where(mask, rounded, x)
 
     def items(self) -> Iterator[tuple[int, Passage, slice]]:
         """Number, passage and rows."""
         for index, (passage, rows) in enumerate(zip(self.passages, self._rows, strict=True)):
             yield index, passage, rows
 
-    def adapted(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Every adapter in use, and a mask of its rows."""
-        for index in sorted({p.adapter for p in self.passages if p.adapter is not None}):
-            yield index, self._owner == index
+    def adapted(self) -> Iterator[tuple[int, bool, torch.Tensor]]:
+        """Every adapter in use, whether rounded, and a mask of its rows."""
+        used = {(p.adapter, p.rounded) for p in self.passages if p.adapter is not None}
+        for index, rounded in sorted(used):
+            yield index, rounded, (self._owner == index) & (self._is_rounded == rounded)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

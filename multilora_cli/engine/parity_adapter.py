@@ -61,9 +61,15 @@ def rows_of(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
 
 
 class MergedAdapter:
-    """One adapter's tensors, folded into the matrices that are handed in. Use as a context."""
+    """One adapter's tensors, folded into the matrices that are handed in. Use as a context.
 
-    def __init__(self, adapter: AdapterFile, geometry: ModelGeometry) -> None:
+    `storage` is the dtype that tensors are rounded to once they are read; None: they are not.
+    """
+
+    def __init__(
+        self, adapter: AdapterFile, geometry: ModelGeometry, storage: torch.dtype | None = None
+    ) -> None:
+        self._storage = storage
         self._shapes = geometry.module_shapes
         self._config: Mapping[str, Any] = parse_json((adapter.folder / CONFIG_NAME).read_bytes())
         tokens = self._config.get("trainable_token_indices") or {}
@@ -187,7 +193,8 @@ class MergedAdapter:
         return alpha / math.sqrt(rank) if self._config.get("use_rslora") else alpha / rank
 
     def _read(self, entry: TensorEntry) -> torch.Tensor:
-        return self._reader.read(entry).float()
+        tensor = self._reader.read(entry)
+        return (tensor if self._storage is None else tensor.to(self._storage)).float()
 
 
 def _place(name: str) -> tuple[_Place, str]:

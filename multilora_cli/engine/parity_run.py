@@ -11,17 +11,17 @@ from multilora_cli.adapters.peft import AdapterFile
 from multilora_cli.engine.agreement import NOTHING, Agreement, compare, largest_of_decoded
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.messages import AdapterRef, Ready
-from multilora_cli.engine.parity import Passage, Reference, Report
+from multilora_cli.engine.parity import Passage, Reference, Report, Rounding
 from multilora_cli.engine.probe import ANSWER_TOKENS, Heard, Probe
-from multilora_cli.models.quantized import base_quantization
+from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.sizing.geometry import read_geometry
 from multilora_cli.sizing.pages import kv_page_bytes, pages_for_tokens
 
 _WAVE_BYTES = 2**30  # of log-probabilities held at once: those heard, and the reference's
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 1.5e-2, "float16": 1.5e-2}
 _TOLERANCE_FP8 = 2e-2  # activations rounded to FP8, or K and V
-# 16-bit rounding grows with a model's depth: the bare base's own difference on the same prompts
-# says by how much.
+# Rounding grows with a model's depth and with what an adapter does: the reference, rounded as the
+# device rounds, says by how much, and the order of sums differs once more.
 _NOISE = 3.0
 
 
@@ -44,12 +44,14 @@ class Subject:
 class Parity:
     """One adapter's answers beside the reference's.
 
-    `effect` is the largest change of a log-probability that the adapter makes to the base.
+    `effect` is the largest change of a log-probability that the adapter makes to the base,
+    `rounding` the largest that the device's rounding makes to the reference (0: it has none).
     """
 
     agreement: Agreement
     base: Agreement  # the bare base's own, on the same prompts
     effect: float
+    rounding: float
     tolerance: float
 
     @property
@@ -76,11 +78,22 @@ class ParityCheck:
         self._waves = waves_of(subjects, prompts, self._geometry.vocab_size)
         self._probe = Probe(probe_config(config, self._waves, prompts), report)
         self._tolerance = _TOLERANCE[self._probe.ready.dtype]
-        rounds_to_fp8 = (
-            self._quantization.method == "fp8" and self._quantization.activations != "none"
-        )
-        if config.kv_cache_dtype == "fp8" or (rounds_to_fp8 and "cuda" in self._probe.ready.device):
+        self._rounding = self._device_rounding(config)
+        if self._rounding is not None and (self._rounding.fp8_rows or self._rounding.fp8_kv):
             self._tolerance = _TOLERANCE_FP8
+
+    def _device_rounding(self, config: EngineConfig) -> Rounding | None:
+        """What the served side rounds to; None where float32 is all there is."""
+        ready = self._probe.ready
+        dtype: torch.dtype = getattr(torch, ready.dtype)
+        lies = placed(self._quantization, torch.device(ready.device), dtype)
+        quantised = lies.method == "fp8" and lies.activations != "none"
+        rounding = Rounding(
+            dtype,
+            fp8_rows=quantised and lies.placement == "packed",
+            fp8_kv=config.kv_cache_dtype == "fp8",
+        )
+        return None if rounding == Rounding(torch.float32) else rounding
 
     def __enter__(self) -> "ParityCheck":
         return self
@@ -110,24 +123,32 @@ class ParityCheck:
             Passage([*said.prompt, *said.tokens[:-1]], owner)
             for said, owner in zip(heard, owners * len(self._prompts), strict=True)
         ]
+        twins = [] if self._rounding is None else [replace(p, rounded=True) for p in passages]
         with Reference(
-            self._folder, self._geometry, self._quantization, [s.adapter for s in wave]
+            self._folder,
+            self._geometry,
+            self._quantization,
+            [subject.adapter for subject in wave],
+            self._rounding,
         ) as reference:
-            expected = reference.logprobs(passages, self._report)
+            computed = reference.logprobs([*passages, *twins], self._report)
+        expected, rounded = computed[: len(passages)], computed[len(passages) :]
         step = len(owners)
         base = _agreement(heard[::step], expected[::step])
-        tolerance = max(self._tolerance, _NOISE * base.largest)
         for index, subject in enumerate(wave, 1):
             mine = expected[index::step]
-            yield (
-                subject.name,
-                Parity(
-                    agreement=_agreement(heard[index::step], mine),
-                    base=base,
-                    effect=_effect(mine, expected[::step], self._prompts),
-                    tolerance=tolerance,
-                ),
+            off = max(
+                (compare(*pair).largest for pair in zip(rounded[index::step], mine, strict=False)),
+                default=0.0,
             )
+            parity = Parity(
+                agreement=_agreement(heard[index::step], mine),
+                base=base,
+                effect=_effect(mine, expected[::step], self._prompts),
+                rounding=off,
+                tolerance=max(self._tolerance, _NOISE * off),
+            )
+            yield subject.name, parity
 
 
 def waves_of(
@@ -135,7 +156,7 @@ def waves_of(
 ) -> list[Sequence[Subject]]:
     """Subjects in groups whose log-probabilities fit into memory together."""
     rows = sum(len(prompt) + ANSWER_TOKENS for prompt in prompts)
-    size = max(1, _WAVE_BYTES // (2 * rows * vocab * 4) - 1)
+    size = max(1, _WAVE_BYTES // (3 * rows * vocab * 4) - 1)
     return [subjects[start : start + size] for start in range(0, len(subjects), size)]
 
 

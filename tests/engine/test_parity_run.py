@@ -91,9 +91,15 @@ def test_a_quantised_base_is_compared_with_its_dequantised_weights(
     assert results["a"].agreement.largest < 1e-3
 
 
-@pytest.mark.parametrize("fault", ["lost", "one percent", "one module"])
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        *((fault, "float32") for fault in ("lost", "one percent", "one module")),
+        *((fault, "bfloat16") for fault in ("lost", "one module")),
+    ],
+)
 def test_a_fault_in_the_served_path_is_found(
-    tiny: TinyFleet, monkeypatch: pytest.MonkeyPatch, fault: str
+    tiny: TinyFleet, monkeypatch: pytest.MonkeyPatch, fault: str, dtype: str
 ) -> None:
     honest = linear.add_lora
 
@@ -110,15 +116,16 @@ def test_a_fault_in_the_served_path_is_found(
 
     monkeypatch.setattr(linear, "add_lora", faulty)
     subjects = subjects_of(tiny.base, [Path(ref.path) for ref in tiny.adapters])
-    results = parities(tiny.base, subjects)
+    results = parities(tiny.base, subjects, dtype=dtype)
     assert not any(parity.is_exact for parity in results.values())
-    assert all(parity.base.largest < 1e-4 for parity in results.values())
+    noise = 1e-4 if dtype == "float32" else 0.05
+    assert all(parity.base.largest < noise for parity in results.values())
 
 
 def test_waves_hold_what_memory_holds(tiny: TinyFleet) -> None:
     subjects = subjects_of(tiny.base, [Path(ref.path) for ref in tiny.adapters]) * 100
     prompts = [[1] * 20] * 3
-    assert [len(wave) for wave in waves_of(subjects, prompts, 128_256)] == [13] * 23 + [1]
+    assert [len(wave) for wave in waves_of(subjects, prompts, 128_256)] == [8] * 37 + [4]
     assert len(waves_of(subjects, prompts, 300)) == 1
 
 
