@@ -76,7 +76,8 @@ def test_the_device_table_mirrors_the_host_and_says_when_it_is_full() -> None:
     with pytest.raises(RuntimeError, match="table is full: 224 rank tiles needed"):
         small.set(1, plan, range(plan.num_pages))
     blocks = sum(len(table._slots[slot].plan.blocks) for slot in table._slots)
-    assert table.nbytes == 8 * 3 * (blocks + LAYERS * 7 * 12)
+    vectors = table.vector_cells.nbytes + table.matrices.nbytes
+    assert table.nbytes == 8 * 3 * (blocks + LAYERS * 7 * 12) + vectors
 
 
 def test_shapes_that_do_not_fit_are_refused_before_anything_is_written() -> None:
