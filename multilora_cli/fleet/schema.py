@@ -215,7 +215,12 @@ class Server(_Part):
 class Verify(_Part):
     """Thresholds of `mlora verify`."""
 
-    max_drift: float = Field(default=0.05, ge=0, le=100)
+    max_drift: float = Field(
+        default=0.05,
+        ge=0,
+        le=100,
+        description="mean KL divergence from the 16-bit base, in nats, above which --drift refuses",
+    )
 
 
 class Fleet(_Part):
