@@ -276,7 +276,7 @@ class Adapters:
             if reply.fault is not None:
                 raise fault_error(reply.fault)
             if body.unpin:
-                await self.keep(name, None, None)
+                await self.keep(name, None, self.declared_ttl(name))
         row = self._moved(name, reply, counts)
         return {
             **row,
@@ -289,6 +289,11 @@ class Adapters:
         entry = self.registry.set_kept(name, pin, ttl)
         if entry is not None:
             await self.changes.note(name, entry)
+
+    def declared_ttl(self, name: str) -> float | None:
+        """What the fleet file says about the name's time to live, in seconds."""
+        declared = self.changes.fleet.requests.get(name)
+        return declared.ttl if declared is not None else self.names.ttl_of(name)
 
     async def retry(self, name: str) -> None:
         """Ask the source of a failed adapter again. Raises RequestError with what is wrong."""

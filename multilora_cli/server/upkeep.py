@@ -102,12 +102,9 @@ class Upkeep:
 
     async def _unkeep(self, entry: AdapterEntry) -> None:
         """As the fleet file has it, but without a pin: that comes back with the next start."""
-        adapters = self._adapters
+        adapters, ttl = self._adapters, self._adapters.declared_ttl(entry.name)
         declared = adapters.changes.fleet.requests.get(entry.name)
         if declared is not None and declared.pin is not None:
-            adapters.registry.set_kept(entry.name, None, declared.ttl)
+            adapters.registry.set_kept(entry.name, None, ttl)
         else:
-            ttl = declared.ttl if declared is not None else None
-            if entry.request.via == "pattern":
-                ttl = adapters.names.ttl_of(entry.name)
             await adapters.keep(entry.name, None, ttl)

@@ -331,6 +331,22 @@ def test_changes_survive_a_restart(fleet: Fleet) -> None:
     asyncio.run(run())
 
 
+def test_unpinning_leaves_the_ttl_of_the_file(fleet: Fleet) -> None:
+    """What an operator sets and takes back leaves what the file says, and no change behind."""
+    fleet.adapters["a"] |= {"ttl": 90.0}
+
+    async def run() -> None:
+        async with fleet.start() as app:
+            await post(app, "/v1/adapters/a/warm", hot=True, pin=True, ttl="1h")
+            assert app.registry.resolve("a").request.ttl == 3600
+            assert set(fleet.file.read()) == {"a"}
+            await post(app, "/v1/adapters/a/evict", unpin=True)
+            assert app.registry.resolve("a").request.ttl == 90
+            assert fleet.file.read() == {}
+
+    asyncio.run(run())
+
+
 def test_the_file_wins_where_it_changed(fleet: Fleet) -> None:
     """By a restart and by apply alike; what the file says as before keeps its change."""
 
