@@ -38,6 +38,7 @@ def cells(lines: list[str]) -> list[dict[str, Any]]:
             "storage": record["quantization"],
             "batch": record["batch"],
             "adapters": _SETTINGS[record["setting"]],
+            "bound_ms": record["bound_ms"],
             "share": round(record["bound_ms"] / record["step_ms"], 4),
             "commit": str(record["commit"]),
         }

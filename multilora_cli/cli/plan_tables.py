@@ -108,8 +108,7 @@ def show_bounds(console: Console, plan: FleetPlan) -> None:
     ]
     columns = ("batch", "base", "with distinct adapters", "tokens/s at most", "expected")
     console.table(columns, rows, title="Least time of a decode step at 1,024 tokens of context")
-    sources = {row.expected_from for row in plan.bounds if row.expected_tokens_s is not None}
-    for source in sorted(sources or {row.expected_from for row in plan.bounds}):
+    for source in sorted({row.expected_from for row in plan.bounds}):
         console.line(f"expected tokens/s: {source}")
     console.line(f"prefill of 1,024 tokens: {plan.prefill_ms:.1f} ms at least")
     if plan.break_even:

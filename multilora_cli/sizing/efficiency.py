@@ -17,6 +17,9 @@ from importlib import resources
 from multilora_cli.sizing.hardware import Gpu
 
 FILE = "efficiency.json"
+# A step that has half as much to read is not told: launches and the host, which do not shrink with
+# the model, would count for more than they did. One that has more to read reaches at least as much.
+_LEAST_WORK = 0.5
 # A batch twice as large or half as large as the nearest measured one is still told; others are not.
 _FARTHEST = 1.0
 
@@ -30,13 +33,23 @@ class Measured:
     storage: str  # none, fp8 or awq
     batch: int
     adapters: bool
+    bound_ms: float  # the least time itself
     share: float
     commit: str
 
     @property
     def label(self) -> str:
         """Where the figure is from."""
-        return f"measured on {self.card}, {self.batch} rows, commit {self.commit[:10]}"
+        return f"measured on {self.card}, commit {self.commit[:10]}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A planned decode step: rows, whether every row has an adapter, and its least time."""
+
+    batch: int
+    adapters: bool
+    bound_ms: float
 
 
 @lru_cache(maxsize=1)
@@ -46,14 +59,16 @@ def measured() -> tuple[Measured, ...]:
     return tuple(Measured(**cell) for cell in json.loads(text)["cells"])
 
 
-def nearest(
-    cells: Sequence[Measured], gpu: Gpu, storage: str, batch: int, *, adapters: bool
-) -> Measured | None:
-    """The measured cell nearest to `batch` on this class of card; None where there is none."""
+def nearest(cells: Sequence[Measured], gpu: Gpu, storage: str, step: Step) -> Measured | None:
+    """The measured cell nearest to a step on this class of card; None where there is none."""
+    batch = step.batch
     fitting = [
         cell
         for cell in cells
-        if cell.sm == gpu.sm and cell.storage == storage and cell.adapters == adapters
+        if cell.sm == gpu.sm
+        and cell.storage == storage
+        and cell.adapters == step.adapters
+        and step.bound_ms >= _LEAST_WORK * cell.bound_ms
     ]
     best = min(fitting, key=lambda cell: _distance(cell, batch), default=None)
     return best if best is not None and _distance(best, batch) <= _FARTHEST else None

@@ -10,7 +10,7 @@ from multilora_cli.fleet.schema import Fleet
 from multilora_cli.sizing.bound import break_even, decode_bound, load_seconds, prefill_seconds
 from multilora_cli.sizing.budget import BaseBytes, MemoryPlan, base_bytes, num_slots
 from multilora_cli.sizing.device import StepSizes, cut_device
-from multilora_cli.sizing.efficiency import measured, nearest
+from multilora_cli.sizing.efficiency import Step, measured, nearest
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.hardware import Gpu
 from multilora_cli.sizing.pages import (
@@ -253,9 +253,10 @@ def _bounds(
         plain = decode_bound(base, kv, contexts, (), request.gpu).seconds
         loaded = decode_bound(base, kv, contexts, distinct, request.gpu).seconds
         row = BoundRow(batch, plain * 1000, loaded * 1000, batch / loaded)
-        cell = nearest(
-            measured(), request.gpu, request.quantization.method, batch, adapters=bool(costs)
-        )
+        step = Step(batch, bool(costs), loaded * 1000)
+        cell = nearest(measured(), request.gpu, request.quantization.method, step)
+        if any(other.sm == request.gpu.sm for other in measured()):
+            row = replace(row, expected_from="no step like this was measured on this card")
         if request.kv_itemsize != request.itemsize:  # every cell has KV in the compute dtype
             row = replace(row, expected_from="no data with KV in FP8")
         elif cell is not None:

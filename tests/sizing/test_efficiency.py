@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from multilora_cli.sizing import efficiency, report
-from multilora_cli.sizing.efficiency import Measured, measured, nearest
+from multilora_cli.sizing.efficiency import Measured, Step, measured, nearest
 from multilora_cli.sizing.hardware import find_gpu
 from tests.cli.test_plan import LLAMA3_8B, planned
 from tools import efficiency as tool
 
 H200, RTX_4090 = find_gpu("h200"), find_gpu("rtx-4090")
 CELLS = (
-    Measured("H200", 90, "awq", 64, False, 0.8, "0123456789abcdef"),
-    Measured("H200", 90, "awq", 64, True, 0.5, "0123456789abcdef"),
-    Measured("H200", 90, "awq", 1, True, 0.3, "0123456789abcdef"),
+    Measured("H200", 90, "awq", 64, False, 3.0, 0.8, "0123456789abcdef"),
+    Measured("H200", 90, "awq", 64, True, 4.0, 0.5, "0123456789abcdef"),
+    Measured("H200", 90, "awq", 1, True, 1.0, 0.3, "0123456789abcdef"),
 )
 
 
@@ -24,15 +24,22 @@ CELLS = (
     [(1, 0.3), (2, 0.3), (3, None), (32, 0.5), (64, 0.5), (128, 0.5), (256, None)],
 )
 def test_the_nearest_batch_within_a_doubling(batch: int, share: float | None) -> None:
-    cell = nearest(CELLS, H200, "awq", batch, adapters=True)
+    cell = nearest(CELLS, H200, "awq", Step(batch, True, 4.0))
     assert (cell and cell.share) == share
 
 
 def test_no_other_class_storage_or_load_stands_in() -> None:
-    assert nearest(CELLS, find_gpu("h100"), "awq", 64, adapters=False) is CELLS[0]
-    assert nearest(CELLS, RTX_4090, "awq", 64, adapters=False) is None
-    assert nearest(CELLS, H200, "fp8", 64, adapters=False) is None
-    assert nearest(CELLS[:1], H200, "awq", 64, adapters=True) is None
+    plain = Step(64, False, 3.0)
+    assert nearest(CELLS, find_gpu("h100"), "awq", plain) is CELLS[0]
+    assert nearest(CELLS, RTX_4090, "awq", plain) is None
+    assert nearest(CELLS, H200, "fp8", plain) is None
+    assert nearest(CELLS[:1], H200, "awq", Step(64, True, 3.0)) is None
+
+
+@pytest.mark.parametrize(("bound_ms", "told"), [(30.0, True), (1.5, True), (1.4, False)])
+def test_a_small_model_is_not_told_by_a_large_one(bound_ms: float, told: bool) -> None:
+    """Half the bytes in half the time, and the launches as before: the share would be a lie."""
+    assert (nearest(CELLS, H200, "awq", Step(64, False, bound_ms)) is not None) == told
 
 
 def test_a_plan_says_where_its_figure_is_from(
@@ -46,7 +53,7 @@ def test_a_plan_says_where_its_figure_is_from(
     asked = ("--set", "base.quantization=awq", "--assume", "rank=16,count=300")
     rows = {row["batch"]: row for row in planned(fleet, "--gpu", "h200", *asked)["bounds"]}
     assert rows[64]["expected_tokens_s"] == pytest.approx(0.5 * rows[64]["tokens_s"])
-    assert rows[64]["expected_from"] == "measured on H200, 64 rows, commit 0123456789"
+    assert rows[64]["expected_from"] == "measured on H200, commit 0123456789"
     assert rows[256]["expected_tokens_s"] is None
     rows = planned(fleet, "--gpu", "rtx-4090", *asked)["bounds"]
     assert all(row["expected_from"] == "no data for this card" for row in rows)
@@ -76,5 +83,5 @@ def test_the_tool_takes_cells_with_a_bound() -> None:
               {**cell, "gpu": "Unknown"}, {**cell, "step_ms": 16.0, "setting": "base"})  # fmt: skip
     found = tool.cells([json.dumps(record) for record in (*others, cell)])
     assert [(c["adapters"], c["share"]) for c in found] == [(False, 0.25), (True, 0.5)]
-    assert Measured(**found[1]).label == "measured on H200, 64 rows, commit abc"
+    assert Measured(**found[1]).label == "measured on H200, commit abc"
     assert tool.OUTPUT.name == efficiency.FILE
