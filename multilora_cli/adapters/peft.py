@@ -281,7 +281,12 @@ def _check_others(
     if not others:
         return ()
     changed = others[0]
-    if base_folder is not None:
+    if base_folder is not None and not any(base_folder.glob("*.safetensors")):
+        # A plan needs no weights. Whoever serves the adapter has them, and compares.
+        wanted = (geometry.vocab_size, geometry.hidden_size)
+        if all(_is_copy_by_name(entry, wanted) for entry in others):
+            return (f"{len(others)} copies of base tensors: not compared, {base_folder} has none",)
+    elif base_folder is not None:
         from multilora_cli.adapters.base_copies import check_base_copies  # needs NumPy; rare
 
         different = check_base_copies(others, base_folder, geometry.tie_word_embeddings)
@@ -289,3 +294,9 @@ def _check_others(
             return (f"{len(others)} copies of base tensors are ignored",)
         changed = different
     raise coverage.unknown(changed)
+
+
+def _is_copy_by_name(entry: TensorEntry, shape: tuple[int, int]) -> bool:
+    """Whether PEFT says that this is the base's own embedding or head, beside the factors on it."""
+    end = entry.name.endswith(("embed_tokens.base_layer.weight", "lm_head.base_layer.weight"))
+    return end and entry.shape == shape

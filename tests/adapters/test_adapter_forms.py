@@ -404,3 +404,20 @@ def test_copies_of_base_tensors(base: Path, attention: Path, tmp_path: Path) -> 
     edit_tensors(folder, change_one)
     with pytest.raises(AdapterError, match=r"tensor '.*embed_tokens\.base_layer\.weight'"):
         read(folder, base, base_folder=base)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_copies_beside_a_base_without_weights(base: Path, tmp_path: Path) -> None:
+    """A plan from config.json alone takes PEFT's word for the copies, and says so."""
+    folder = peft_adapter(base, tmp_path / "a", target_modules=["q_proj", "lm_head"])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((base / "config.json").read_bytes())
+    adapter = read(folder, base, base_folder=bare)
+    assert any("not compared" in note for note in adapter.notes)
+
+    def rename(name: str) -> str:
+        return name.replace("lm_head.base_layer.weight", "lm_head.weight")
+
+    with pytest.raises(AdapterError, match=r"lm_head\.weight': an output head that"):
+        read(rename_tensors(folder, rename), base, base_folder=bare)
