@@ -28,6 +28,7 @@ from multilora_cli.adapters.lease import (
     Version,
 )
 from multilora_cli.adapters.loads import Loads
+from multilora_cli.adapters.pending import Pending
 from multilora_cli.adapters.prefetch import Prefetch
 from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
 from multilora_cli.errors import MloraError
@@ -65,7 +66,7 @@ class Residency:
         self._placed: dict[str, Entry] = {}  # copying or hot
         self.prefetch = Prefetch(prefetch_bytes_per_s, now)
         self.idle = IdleAdapters(self._placed, self._evict_idle)
-        self._pending: set[Entry] = set()
+        self._pending = Pending()
         self._serial = 0
         self._pinned = 0  # pages of hot pinned adapters
         self._events: list[Standing] = []
@@ -237,7 +238,7 @@ class Residency:
         self._hot.flush()
 
     def _move_wanted(self) -> None:
-        for entry in list(self._pending):
+        for entry in self._pending:
             if entry.state is State.LOADING:
                 self._finish_load(entry)
             elif entry.state is State.COPYING:
@@ -246,18 +247,15 @@ class Residency:
                 self._finish_drains(entry)
             if entry.calls:
                 self._answer_calls(entry)
-        wanted = [
-            (order, entry) for entry in self._pending if (order := entry.demand()) is not None
-        ]
         tries = _LOOK_AHEAD
-        for order, entry in sorted(wanted, key=lambda pair: pair[0]):
+        for order, entry in self._pending.wanted():
             if entry.state is State.STORED:
                 self._start_load(entry)
             elif entry.state is State.WARM and tries and entry.wants_hot():
                 tries -= not self._start_copy(entry, order)
                 self._finish_copy(entry)
                 self._answer_calls(entry)
-        self._pending = {e for e in self._pending if e.digest in self._entries and not e.is_settled}
+        self._pending.drop_settled(self._entries)
 
     def _move_popular(self) -> None:
         """Nobody wants a load or copy: bring up the first that there is room for."""
