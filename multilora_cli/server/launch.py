@@ -131,13 +131,18 @@ async def serve(served: Served, listener: socket.socket, shutdown: Shutdown, hoo
     """`run_server` on a running event loop, with the caller's shutdown."""
     config = served.config
     client = EngineClient(served.spawn, max_sequences=config.limits.max_sequences)
-    front = Front(config, served.registry, client, served.changes)
+    client.start()
+    await asyncio.sleep(0)  # its process begins to import while this one reads the tokenizer
+    try:
+        front = Front(config, served.registry, client, served.changes)
+    except BaseException:
+        await client.stop()
+        raise
     url = f"http://{_shown(config.host, listener.getsockname()[1])}"
     client.on_progress.append(hooks.progress)
     client.on_ready.append(lambda ready: hooks.ready(ready, url))
     server = _server(front)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    client.start()
     front.start()
     hooks.listening(url)
     try:

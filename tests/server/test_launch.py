@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from multilora_cli.errors import AddressInUse, BadInput
-from multilora_cli.server.launch import bind
-from tests.fakes import Behaviour, Spawner
+from multilora_cli.errors import AddressInUse, BadInput, ModelError
+from multilora_cli.server.launch import bind, run_server
+from tests.fakes import Behaviour, Spawner, tiny_config, tiny_registry
 from tests.server.test_chat import chat, error_of
 from tests.server.test_streams import wait_for
 
@@ -206,6 +206,22 @@ def test_signal_while_starting(launch):
 def test_engine_that_cannot_start(launch):
     server = launch(Behaviour(start_failed="model.safetensors: lm_head is missing"))
     assert server.end() == (2, "model.safetensors: lm_head is missing\n")
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_engine_that_was_begun(tmp_path):
+    """The engine starts while the tokenizer is read; it must not outlive a front that cannot."""
+    config = tiny_config(tmp_path)
+    (config.base_path / "tokenizer.json").write_text("{}")
+    spawner, processes = Spawner(Behaviour()), []
+
+    def spawn():
+        process, connection = spawner()
+        processes.append(process)
+        return process, connection
+
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        run_server(config, tiny_registry(tmp_path), spawn)
+    assert [process.wait(10) for process in processes] == [0]
 
 
 def test_port_taken(launch):
