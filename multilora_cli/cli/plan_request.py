@@ -171,7 +171,9 @@ def _adapters(
             continue
         base = found.shape.base_model_name or ""
         shape, pinned = found.shape, adapter.pin == "hot"
-        shapes.append(AdapterShape(adapter.name, shape.ranks, base, pinned, shape.extras))
+        shapes.append(
+            AdapterShape(adapter.name, shape.ranks, base, pinned, shape.extras, shape.max_rank)
+        )
     if faults:
         raise AdapterError("\n".join(faults))
     return shapes

@@ -28,6 +28,7 @@ class AdapterCost:
 
     parameters: int  # the numbers that are served, vectors included
     weight_bytes: int  # true ranks, nothing padded
+    step_bytes: int  # of these, what a decode step reads: of the embedding only single rows
     num_pages: int
     pool_bytes: int  # num_pages whole pages
     num_blocks: int  # entries of the adapter table
@@ -85,10 +86,13 @@ def _cost(
     plan = plan_image(by_module, sizes, page_bytes, itemsize, extras)
     factors = sum(rank * sum(sizes[name]) for _, name, rank in ranks)
     matrices = sum(rows * length for _, rows, length in extras.matrices)
+    looked_up = ("embed_tokens.a", "embed_tokens.weight")
+    read = sum(rows * length for name, rows, length in extras.matrices if name not in looked_up)
     vectors = sum(sizes[name][1] for _, name, _ in extras.vectors)
     return AdapterCost(
         parameters=factors + matrices + vectors,
         weight_bytes=(factors + matrices) * itemsize + vectors * VECTOR_ITEMSIZE,
+        step_bytes=(factors + read) * itemsize + vectors * VECTOR_ITEMSIZE,
         num_pages=plan.num_pages,
         pool_bytes=plan.num_pages * page_bytes,
         num_blocks=len(plan.blocks) + len(plan.vectors) + len(plan.matrices),

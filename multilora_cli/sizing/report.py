@@ -42,12 +42,12 @@ class AdapterShape:
     base_model: str = ""
     pinned: bool = False
     extras: Extras = NO_EXTRAS
+    edge_rank: int = 0  # the largest rank on embedding and head
 
     @property
     def max_rank(self) -> int:
         """The largest rank of any module."""
-        edges = [length for name, _, length in self.extras.matrices if name.endswith(".b")]
-        return max([*self.ranks.values(), *edges], default=0)
+        return max([*self.ranks.values(), self.edge_rank])
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -272,7 +272,8 @@ def _prefill_ms(request: PlanRequest, gpu: Gpu) -> float:
 
 
 def _mean(costs: Sequence[AdapterCost]) -> int:
-    return round(statistics.fmean(c.weight_bytes for c in costs)) if costs else 0
+    """Bytes that a decode step reads of the mean adapter."""
+    return round(statistics.fmean(c.step_bytes for c in costs)) if costs else 0
 
 
 def _warnings(

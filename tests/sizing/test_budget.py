@@ -189,7 +189,10 @@ def test_whole_matrices_vectors_and_factors_of_the_edges_are_counted() -> None:
     saved = Extras(matrices=frozenset({("lm_head.weight", 128256, 4096)}))
     head = adapter_cost(LLAMA3_8B, ranks, page, 2, saved)
     assert head.weight_bytes - plain.weight_bytes == 128256 * 4096 * 2
-    assert head.num_pages - plain.num_pages == 501
+    assert head.num_pages - plain.num_pages == 501 and head.step_bytes == head.weight_bytes
+    looked_up = Extras(matrices=frozenset({("embed_tokens.weight", 128256, 4096)}))
+    embedding = adapter_cost(LLAMA3_8B, ranks, page, 2, looked_up)
+    assert embedding.step_bytes == plain.step_bytes == plain.weight_bytes
     scales = Extras(frozenset((layer, name, "scale") for layer, name in ranks))
     dora = adapter_cost(LLAMA3_8B, ranks, page, 2, scales)
     assert dora.weight_bytes - plain.weight_bytes == 32 * (4096 + 1024 + 1024 + 4096) * 4
