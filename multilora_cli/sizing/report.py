@@ -253,17 +253,22 @@ def _bounds(
         plain = decode_bound(base, kv, contexts, (), request.gpu).seconds
         loaded = decode_bound(base, kv, contexts, distinct, request.gpu).seconds
         row = BoundRow(batch, plain * 1000, loaded * 1000, batch / loaded)
-        step = Step(batch, bool(costs), loaded * 1000)
-        cell = nearest(measured(), request.gpu, request.quantization.method, step)
-        if any(other.sm == request.gpu.sm for other in measured()):
-            row = replace(row, expected_from="no step like this was measured on this card")
-        if request.kv_itemsize != request.itemsize:  # every cell has KV in the compute dtype
-            row = replace(row, expected_from="no data with KV in FP8")
-        elif cell is not None:
-            row = replace(
-                row, expected_tokens_s=row.tokens_s * cell.share, expected_from=cell.label
-            )
-        yield row
+        yield _expected(request, row, adapters=bool(costs))
+
+
+def _expected(request: PlanRequest, row: BoundRow, *, adapters: bool) -> BoundRow:
+    """`row` with what this engine was measured to reach of it, or why nobody knows."""
+    gpu, cells = request.gpu, measured()
+    assert gpu is not None
+    if not any(cell.sm == gpu.sm for cell in cells):
+        return row
+    if request.kv_itemsize != request.itemsize:  # every cell has KV in the compute dtype
+        return replace(row, expected_from="no data with KV in FP8")
+    step = Step(row.batch, adapters, row.adapters_ms)
+    cell = nearest(cells, gpu, request.quantization.method, step)
+    if cell is None:
+        return replace(row, expected_from="no step like this was measured on this card")
+    return replace(row, expected_tokens_s=row.tokens_s * cell.share, expected_from=cell.label)
 
 
 def _prefill_ms(request: PlanRequest, gpu: Gpu) -> float:

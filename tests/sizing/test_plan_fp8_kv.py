@@ -78,7 +78,7 @@ def test_a_plan_holds_twice_the_tokens(tmp_path: Path) -> None:
 
 def test_nothing_is_expected_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shares of the bound are those of a KV cache in the compute dtype."""
-    cell = Measured("NVIDIA H200", 90, "awq", 64, False, 0.5, "0123456789abcdef")
+    cell = Measured("NVIDIA H200", 90, "awq", 64, False, 3.0, 0.5, "0123456789abcdef")
     monkeypatch.setattr(report, "measured", lambda: (cell,))
     told = {}
     for kv in ("auto", "fp8"):
