@@ -254,7 +254,14 @@ def test_rates_presets_and_the_live_line() -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = start(FLEET, "--port", "0", log=tmp_path_factory.mktemp("demo") / "log")
+    served = start(
+        FLEET,
+        "--port",
+        "0",
+        "--set",
+        "server.state_file=off",
+        log=tmp_path_factory.mktemp("demo") / "log",
+    )
     try:
         yield served
     finally:

@@ -39,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("demo") / "log"
     fleet = REPOSITORY / "fleet.example.yaml"
     arguments = ("--port", "0", "--set", "memory.device_bytes=4GiB")
-    served = start(fleet, *arguments, log=log)
+    served = start(fleet, "--set", "server.state_file=off", *arguments, log=log)
     yield served
     assert served.stop() == 0, log.read_text()
 

@@ -17,7 +17,16 @@ def test_the_tour_prints_what_it_says(tmp_path: Path) -> None:
     (tour,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (expected,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
     fleet = REPOSITORY / "fleet.example.yaml"
-    served = start(fleet, "--port", "0", "--set", "memory.device=cpu", log=tmp_path / "log")
+    served = start(
+        fleet,
+        "--port",
+        "0",
+        "--set",
+        "memory.device=cpu",
+        "--set",
+        "server.state_file=off",
+        log=tmp_path / "log",
+    )
     try:
         assert "http://127.0.0.1:8000" in tour
         script = tour.replace("http://127.0.0.1:8000", served.url)
