@@ -78,8 +78,10 @@ def build_image(
         for layer, module, weights in _in_file_order(adapter):
             _fill_a(reader, weights, blocks[layer, module, "a"], dtype, out)
             lora_b = reader.read(weights.lora_b)
-            all_zero = all_zero and not lora_b.any()
+            used = lora_b.any(0) if all_zero else None  # ranks; one module with some is enough
             _place_b(blocks[layer, module, "b"], lora_b, weights.scaling, dtype, out)
+            if used is not None and bool(used.any()):
+                all_zero = not bool((used & reader.read(weights.lora_a).any(1)).any())
         if plan.matrices:
             all_zero = all_zero and not adapter.edges.saved
             if adapter.edges.token_rows and base is None:
@@ -95,7 +97,7 @@ def build_image(
                 raise ValueError("DoRA and trained biases need the base")
             _fill_vectors(adapter, plan, reader, base, out)
             return ()
-    return ("every lora_B is zero: answers equal the base's",) if all_zero else ()
+    return ("every product of lora_B and lora_A is zero: answers equal the base's",) * all_zero
 
 
 class _Reader:

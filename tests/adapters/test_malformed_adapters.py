@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -403,12 +404,31 @@ def test_config_names_code_that_is_never_run(base: Path, tmp_path: Path) -> None
     assert "evil_module" not in sys.modules
 
 
-def test_all_zero_b_is_noted(base: Path, tmp_path: Path) -> None:
-    """NOOP: an untrained adapter (B = 0) is served as PEFT serves it, and says so."""
+def halves(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Ranks of A where B has none."""
+    tensor[2:] *= "lora_B" in name
+    tensor[:, :2] *= "lora_A" in name
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda name, tensor: tensor * ("lora_B" not in name),
+        lambda name, tensor: tensor * ("lora_A" not in name),
+        lambda name, tensor: halves(name, tensor),
+    ],
+    ids=["B is zero", "A is zero", "their product is zero"],
+)
+def test_a_zero_product_is_noted(
+    base: Path, tmp_path: Path, spoil: Callable[[str, torch.Tensor], torch.Tensor]
+) -> None:
+    """NOOP: an untrained adapter (B = 0) is served as PEFT serves it, and says so; any other whose
+    product is zero too."""
     folder = write_good(tmp_path / "a")
-    edit_tensors(folder, lambda ts: {n: t * 0 if "lora_B" in n else t for n, t in ts.items()})
+    edit_tensors(folder, lambda ts: {n: spoil(n, t) for n, t in ts.items()})
     adapter, geometry = read(folder, base), read_geometry(base)
     plan = plan_for(adapter, geometry)
     out = torch.empty(plan.num_pages, plan.page_bytes, dtype=torch.uint8)
     notes = build_image(adapter, plan, torch.float32, out)
-    assert notes == ("every lora_B is zero: answers equal the base's",)
+    assert notes == ("every product of lora_B and lora_A is zero: answers equal the base's",)
