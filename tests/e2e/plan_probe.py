@@ -24,6 +24,7 @@ from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.device_meter import DeviceMeter
 from multilora_cli.engine.engine import Engine
 from multilora_cli.engine.messages import AdapterRef, SamplingParams, Submit
+from multilora_cli.engine.model_runner import ModelRunner
 from multilora_cli.sizing.device import deviations
 from multilora_cli.sizing.geometry import read_geometry
 
@@ -63,9 +64,11 @@ def _measure(config: EngineConfig, device: torch.device, refs: list[AdapterRef])
         _largest_step(engine, config, refs)
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     meter.note_context("context at the end")
-    for part in ("workspace",):
-        if part in meter.parts:
-            allocated[part] = meter.parts[part]
+    if device.type == "cuda":
+        allocated["workspace"] = meter.parts["workspace"]
+        runner = engine.parts.runner
+        assert isinstance(runner, ModelRunner)
+        allocated["lists"] = runner._builder.segments.nbytes  # those of prompts have come since
     return {
         "storage": config.quantization,
         "dtype": ready.dtype,
