@@ -67,8 +67,7 @@ def _costs(request: "PlanRequest", card: "Gpu", adapters: "Sequence[Adapter]") -
     from multilora_cli.sizing.budget import base_bytes
 
     found = {
-        shape.name: request.cost(shape.ranks, shape.extras).step_bytes
-        for shape in request.adapters
+        shape.name: request.cost(shape.ranks, shape.extras).step_bytes for shape in request.adapters
     }
     return Costs(
         gpu=card,

@@ -92,15 +92,21 @@ class BatchBuilder:
             max_query_len=int(lengths.max()),
             max_seq_len=int((starts + lengths).max()),
         )
-        context = StepContext(
+        context = self.context(mapping_there.long(), attention)
+        return StepTensors(token_ids_there.long(), positions_there.long(), context, ends - 1)
+
+    def context(
+        self, slot_mapping: torch.Tensor, attention: AttentionBatch, *, with_adapters: bool = True
+    ) -> StepContext:
+        """What every layer of a step shares; its adapters are those `segments` was built for."""
+        return StepContext(
             pool=self.pool,
-            slot_mapping=mapping_there.long(),
+            slot_mapping=slot_mapping,
             attention=attention,
-            table=self.table,
-            segments=self.segments,
+            table=self.table if with_adapters else None,
+            segments=self.segments if with_adapters else None,
             kv_dtype=self.kv_dtype,
         )
-        return StepTensors(token_ids_there.long(), positions_there.long(), context, ends - 1)
 
     def head_adapters(self, slots: Sequence[int]) -> RowAdapters | None:
         """The adapters of rows that logits are taken of; `slots` holds each row's slot."""

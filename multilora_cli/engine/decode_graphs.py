@@ -20,11 +20,10 @@ import torch
 from multilora_cli.engine.batch import BatchBuilder, late_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.page_rows import PageRows, table_columns
-from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.sampler import greedy
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
-from multilora_cli.sizing.budget import graph_ranks
+from multilora_cli.sizing.budget import graph_rank, graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
@@ -180,14 +179,7 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=self._max_context,
         )
-        context = StepContext(
-            pool=builder.pool,
-            slot_mapping=slots.long(),
-            attention=attention,
-            table=builder.table if with_adapters else None,
-            segments=builder.segments if with_adapters else None,
-            kv_dtype=builder.kv_dtype,
-        )
+        context = builder.context(slots.long(), attention, with_adapters=with_adapters)
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
         logits = self._decoder.logits(hidden, context.adapters, self._logits[:rows])
@@ -203,7 +195,7 @@ class DecodeGraphs:
         slots[:count] = [row.sequence.slot for row in rows]
         table, rank, extras = self._builder.table, 0, False
         if slots.any():
-            rank = self._rank_for(table.highest_rank(slots))
+            rank = graph_rank(self._ranks, table.highest_rank(slots))
             extras = bool(table.has_extras[slots].any())
             if extras and (padded, rank, True) not in self._graphs:
                 self._record_extras(padded, rank)
@@ -237,8 +229,3 @@ class DecodeGraphs:
         fields[4, :count] = positions + 1
         fields[5, 0] = table.shape[1]
         return np.concatenate([fields.reshape(-1), table.reshape(-1)])
-
-    def _rank_for(self, rank: int) -> int:
-        """What the captured step for adapters of up to `rank` is called."""
-        sized = self._ranks[1:]
-        return next((size for size in sized if size >= rank), sized[-1])

@@ -20,10 +20,9 @@ from multilora_cli.engine.batch import BatchBuilder, late_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.decode_graphs import Captured, GraphMemory, Progress, Record
 from multilora_cli.engine.page_rows import PageRows, table_columns
-from multilora_cli.layers.context import StepContext
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
-from multilora_cli.sizing.budget import MAX_CHUNKS, PromptStep, graph_ranks
+from multilora_cli.sizing.budget import MAX_CHUNKS, PromptStep, graph_rank, graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
@@ -124,14 +123,7 @@ class PromptGraphs:
             max_query_len=step.tokens,
             max_seq_len=self._max_context,
         )
-        context = StepContext(
-            pool=builder.pool,
-            slot_mapping=slots.long(),
-            attention=attention,
-            table=builder.table if with_adapters else None,
-            segments=builder.segments if with_adapters else None,
-            kv_dtype=builder.kv_dtype,
-        )
+        context = builder.context(slots.long(), attention, with_adapters=with_adapters)
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
         last = hidden[by_sequence[2, :sequences].long()]
@@ -150,7 +142,7 @@ class PromptGraphs:
         rank = 0
         if slots.any():
             self._builder.segments.build(slots)
-            rank = self._rank_for(self._builder.table.highest_rank(slots))
+            rank = graph_rank(self._ranks, self._builder.table.highest_rank(slots))
         self._staging.upload(self._inputs[: len(inputs)], inputs)
         self._graphs[step, rank].replay()
         return self._logits, sequences
@@ -199,7 +191,3 @@ class PromptGraphs:
             return None
         fitting = (s for s in self._steps if s.decodes >= num_decodes and s.tokens >= num_tokens)
         return next(fitting, None)
-
-    def _rank_for(self, rank: int) -> int:
-        sized = self._ranks[1:]
-        return next((size for size in sized if size >= rank), sized[-1])

@@ -175,6 +175,11 @@ def graph_ranks(max_rank: int) -> tuple[int, ...]:
     return (0, *(rank for rank in _GRAPH_RANKS if rank <= covering))
 
 
+def graph_rank(ranks: Sequence[int], rank: int) -> int:
+    """Which of `graph_ranks` a step with adapters of up to `rank` runs as."""
+    return next((size for size in ranks[1:] if size >= rank), ranks[-1])
+
+
 def graph_bytes(
     geometry: ModelGeometry,
     itemsize: int,
