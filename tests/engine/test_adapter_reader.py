@@ -24,4 +24,7 @@ def test_an_adapter_that_changes_nothing_is_logged_at_its_load(
         rig.ask([5, 6], adapter_ref(fleet.base, folder, "idle"), max_tokens=1)
         rig.ask([5, 6], fleet.adapter(33), max_tokens=1)
     (record,) = [r for r in caplog.records if r.name.endswith("adapter_reader")]
-    assert "adapter idle (" in record.message and "every product of lora_B and lora_A is zero" in record.message
+    assert (
+        "adapter idle (" in record.message
+        and "every product of lora_B and lora_A is zero" in record.message
+    )
