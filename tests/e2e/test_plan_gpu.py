@@ -14,12 +14,12 @@ GIB = 2**30
 
 
 def probe(**asked: Any) -> dict[str, Any]:
-    """What tests/e2e/plan_probe.py prints, and into $OUT/plan.jsonl where there is one."""
+    """What tests/e2e/plan_probe.py prints, and into $MLORA_TEST_OUTPUT/plan.jsonl if it is set."""
     command = [sys.executable, "-m", "tests.e2e.plan_probe", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr[-4000:]
     line = done.stdout.splitlines()[-1]
-    if out := os.environ.get("OUT"):
+    if out := os.environ.get("MLORA_TEST_OUTPUT"):
         with (Path(out) / "plan.jsonl").open("a") as file:
             file.write(line + "\n")
     found: dict[str, Any] = json.loads(line)
