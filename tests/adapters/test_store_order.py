@@ -3,9 +3,12 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from multilora_cli.adapters.disk import Disk
 from multilora_cli.adapters.store import DiskStore
-from tests.adapters.test_store import put
+from tests.adapters.test_store import again, put
+from tests.adapters.test_store_faults import PowerCut, faulty
 
 
 class OrderedDisk(Disk):
@@ -56,3 +59,27 @@ def test_f52_bytes_before_names(tmp_path: Path) -> None:
     left = {path for path in disk.unsynced_names if path in (root / "entries", root / "refs")}
     assert not left, f"names that a power cut may lose: {left}"
     store.close()
+
+
+def test_f52_a_source_that_moves_on_is_never_lost(tmp_path: Path) -> None:
+    """A crash at any step of its second publication: the first version or the second is known."""
+    source = "hf://o/moving@main"
+    store, disk, _ = faulty(tmp_path / "count")
+    put(store, 5, source)
+    before = disk.done
+    put(store, 6, source)
+    store.close()
+    total = disk.done - before
+    found = set()
+    for step in range(total):
+        store, disk, _ = faulty(tmp_path / f"s{step}")
+        old = put(store, 5, source)
+        disk.left = step
+        with pytest.raises(PowerCut):
+            put(store, 6, source)
+        after = again(store)
+        ref = after.lookup(source)
+        assert ref is not None and after.acquire(ref.digest) is not None, step
+        found.add(ref.digest == old.digest)
+        after.close()
+    assert found == {True, False}, "both outcomes were met"
