@@ -14,6 +14,7 @@ from multilora_cli.cli.options import FleetArgument, JsonOption, QuietOption, Se
 if TYPE_CHECKING:
     from multilora_cli.sizing.hardware import Gpu
     from multilora_cli.sizing.report import FleetPlan, PlanRequest
+    from multilora_cli.sizing.trace import Call, TraceForecast
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ def plan(
     question = _Question(fleet, _card(gpu, gpu_memory), assume, elsewhere=gpu is not None)
     grid = [_values(setting) for setting in settings or ()]
     if any(len(values) > 1 for _, values in grid):
+        if trace is not None:
+            from multilora_cli.errors import BadInput
+
+            raise BadInput("--trace: expected one value in each --set, found several")
         fits = _what_if(console, question, grid)
     else:
         fits = _one(console, question, settings or (), trace)
@@ -68,7 +73,9 @@ def _one(
     from multilora_cli.cli.plan_tables import show_forecast, show_plan
     from multilora_cli.errors import Refused
     from multilora_cli.sizing.report import plan_fleet, what_would_fit
+    from multilora_cli.sizing.trace import read_trace
 
+    calls = None if trace is None else read_trace(trace)
     request = question.request(settings)
     try:
         result = plan_fleet(request)
@@ -79,8 +86,8 @@ def _one(
         show_plan(console, result)
     else:
         console.line("fits" if result.fits else "does not fit")
-    if trace is not None:
-        forecast = _forecast(trace, result)
+    if calls is not None:
+        forecast = _forecast(calls, result)
         show_forecast(console, forecast)
         value["trace"] = forecast
     console.value(_plain(value))
@@ -136,13 +143,13 @@ def _card(gpu: str | None, gpu_memory: str | None) -> "Gpu | None":
         raise BadInput(f"--gpu-memory: {error}") from None
 
 
-def _forecast(path: Path, result: "FleetPlan"):  # type: ignore[no-untyped-def]
-    from multilora_cli.sizing.trace import forecast, read_trace
+def _forecast(calls: "Sequence[Call]", result: "FleetPlan") -> "TraceForecast":
+    from multilora_cli.sizing.trace import forecast
 
     pages = {adapter.name: adapter.cost.num_pages for adapter in result.adapters}
     warm = result.memory.page_bytes
     return forecast(
-        read_trace(path),
+        calls,
         pages,
         hot_pages=result.adapter_pages,
         warm_pages=result.host_bytes // warm,

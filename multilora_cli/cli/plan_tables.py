@@ -1,14 +1,17 @@
 """How a plan looks to a person."""
 
+import shutil
 from collections.abc import Sequence
 
 from multilora_cli.cli.console import Console
-from multilora_cli.sizing.report import FleetPlan
+from multilora_cli.sizing.report import FleetPlan, PlannedAdapter
 from multilora_cli.sizing.trace import TraceForecast
 from multilora_cli.units import format_duration, format_size
 
 MAX_ROWS = 20  # adapters shown; the rest are summed up, and --json has them all
-_BAR = 48
+_BAR = 32
+_NARROW = 100  # columns of a terminal below which a table of what-ifs is drawn narrower
+_NARROW_GRID = ("fits", "weights", "hot", "KV tokens", "64 rows")
 
 
 def show_plan(console: Console, plan: FleetPlan) -> None:
@@ -29,20 +32,23 @@ def show_budget(console: Console, plan: FleetPlan) -> None:
     console.line(
         f"{plan.model} ({plan.storage}) on {plan.gpu}: {format_size(plan.available_bytes)} to use"
     )
-    if console.interactive:
-        console.line("[" + _bar(parts, plan.available_bytes) + "]")
-    rows = [(name, format_size(size), _share(size, plan)) for name, size in parts.items()]
-    base = plan.base
+    rows = [(name, size, True) for name, size in parts.items()]
     rows[1:1] = [
-        ("  linears", format_size(base.linears), _share(base.linears, plan)),
-        ("  embedding and head", format_size(base.embedding + base.head),
-         _share(base.embedding + base.head, plan)),
-    ]  # fmt: skip
-    console.table(("memory", "size", "share"), rows)
+        ("  linears", plan.base.linears, False),
+        ("  embedding and head", plan.base.embedding + plan.base.head, False),
+    ]
+    total = plan.available_bytes
+    cells = [(name, format_size(size), f"{size / total:.1%}") for name, size, _ in rows]
+    columns: tuple[str, ...] = ("memory", "size", "share")
+    if console.interactive:
+        bars = ["█" * round(_BAR * size / total) if whole else "" for _, size, whole in rows]
+        console.table((*columns, ""), [(*cell, bar) for cell, bar in zip(cells, bars, strict=True)])
+    else:
+        console.table(columns, cells)
     pages = plan.memory.num_pages
     console.line(
-        f"pool: {pages} pages of {format_size(plan.memory.page_bytes)} (KV of 16 tokens each);"
-        f" adapters may take {plan.adapter_pages}"
+        f"pool: {pages:,} pages of {format_size(plan.memory.page_bytes)} (KV of 16 tokens each);"
+        f" adapters may take {plan.adapter_pages:,}"
     )
 
 
@@ -50,27 +56,41 @@ def show_adapters(console: Console, plan: FleetPlan) -> None:
     """Adapters by cost, and what they leave for KV."""
     if not plan.adapters:
         return
+    alike: dict[tuple[object, ...], list[PlannedAdapter]] = {}
+    for adapter in plan.adapters:
+        cells = _adapter_cells(adapter)
+        # A fleet larger than the table is told by kind: hundreds of adapters have few recipes.
+        alike.setdefault(cells if len(plan.adapters) > MAX_ROWS else (adapter.name,), []).append(
+            adapter
+        )
+    kinds = list(alike.values())
     rows: list[tuple[object, ...]] = [
         (
-            adapter.name,
-            adapter.rank,
-            " ".join(name.removesuffix("_proj") for name in adapter.modules),
-            format_size(adapter.cost.weight_bytes),
-            adapter.cost.num_pages,
-            f"{adapter.cost.waste:.1%}",
+            kind[0].name if len(kind) == 1 else f"{kind[0].name} and {len(kind) - 1:,} like it",
+            *_adapter_cells(kind[0]),
         )
-        for adapter in plan.adapters[:MAX_ROWS]
+        for kind in kinds[:MAX_ROWS]
     ]
-    rest = plan.adapters[MAX_ROWS:]
+    rest = [adapter for kind in kinds[MAX_ROWS:] for adapter in kind]
     if rest:
         total = sum(adapter.cost.weight_bytes for adapter in rest)
         pages = sum(adapter.cost.num_pages for adapter in rest)
-        rows.append((f"and {len(rest)} more", "", "", format_size(total), pages, ""))
+        rows.append((f"and {len(rest):,} more, together", "", "", format_size(total), pages, ""))
     console.table(("adapter", "rank", "modules", "size", "pages", "waste"), rows)
     console.line(
-        f"{plan.hot_together} of {len(plan.adapters)} adapters fit on the device at once; then"
-        f" {plan.kv_tokens} tokens of KV are left, {plan.sequences} sequences of full length;"
+        f"{plan.hot_together:,} of {len(plan.adapters):,} adapters fit on the device at once; then"
+        f" {plan.kv_tokens:,} tokens of KV are left, {plan.sequences:,} sequences of full length;"
         f" all adapters warm take {format_size(plan.warm_bytes)} of host memory"
+    )
+
+
+def _adapter_cells(adapter: PlannedAdapter) -> tuple[object, ...]:
+    return (
+        adapter.rank,
+        " ".join(name.removesuffix("_proj") for name in adapter.modules),
+        format_size(adapter.cost.weight_bytes),
+        adapter.cost.num_pages,
+        f"{adapter.cost.waste:.1%}",
     )
 
 
@@ -99,8 +119,8 @@ def show_bounds(console: Console, plan: FleetPlan) -> None:
     rows = [
         (
             row.batch,
-            f"{row.base_ms:.2f} ms",
-            f"{row.adapters_ms:.2f} ms",
+            _step(row.base_ms),
+            _step(row.adapters_ms),
             f"{row.tokens_s:,.0f}",
             "no data" if row.expected_tokens_s is None else f"{row.expected_tokens_s:,.0f}",
         )
@@ -110,7 +130,7 @@ def show_bounds(console: Console, plan: FleetPlan) -> None:
     console.table(columns, rows, title="Least time of a decode step at 1,024 tokens of context")
     for source in sorted({row.expected_from for row in plan.bounds}):
         console.line(f"expected tokens/s: {source}")
-    console.line(f"prefill of 1,024 tokens: {plan.prefill_ms:.1f} ms at least")
+    console.line(f"prefill of 1,024 tokens: {_step(plan.prefill_ms)} at least")
     if plan.break_even:
         console.line(
             f"from {plan.break_even} distinct adapters in one step on, the adapters' bytes exceed"
@@ -124,6 +144,10 @@ def show_grid(
     """Several plans side by side; a string in place of a plan says why there is none."""
     columns = (*keys, "fits", "weights", "pool pages", "adapters hot", "KV tokens", "64 rows")
     cells = [(*values, *_grid_cells(plan)) for values, plan in rows]
+    if console.interactive and shutil.get_terminal_size().columns < _NARROW:
+        pages = columns.index("pool pages")
+        columns = (*(key.rpartition(".")[2] for key in keys), *_NARROW_GRID)
+        cells = [(*cell[:pages], *cell[pages + 1 :]) for cell in cells]
     console.table(columns, cells)
 
 
@@ -148,13 +172,13 @@ def show_forecast(console: Console, forecast: TraceForecast) -> None:
 def _grid_cells(plan: FleetPlan | str) -> tuple[str, ...]:
     if isinstance(plan, str):
         return (f"no: {plan.splitlines()[0]}", "-", "-", "-", "-", "-")
-    step = next((f"{row.adapters_ms:.2f} ms" for row in plan.bounds if row.batch == 64), "-")
+    step = next((_step(row.adapters_ms) for row in plan.bounds if row.batch == 64), "-")
     return (
         "yes" if plan.fits else "no",
         format_size(plan.memory.weights),
-        str(plan.memory.num_pages),
+        f"{plan.memory.num_pages:,}",
         f"{plan.hot_together}/{len(plan.adapters)}",
-        str(plan.kv_tokens),
+        f"{plan.kv_tokens:,}",
         step,
     )
 
@@ -163,11 +187,6 @@ def _unused(plan: FleetPlan) -> int:
     return plan.available_bytes - sum(plan.memory.parts().values())
 
 
-def _share(size: int, plan: FleetPlan) -> str:
-    return f"{size / plan.available_bytes:.1%}"
-
-
-def _bar(parts: dict[str, int], total: int) -> str:
-    letters = {"weights": "W", "pool": "P", "workspace": "s", "tables": "t", "unused": "."}
-    bar = "".join(letters[name] * round(_BAR * size / total) for name, size in parts.items())
-    return bar[:_BAR].ljust(_BAR, ".")
+def _step(milliseconds: float) -> str:
+    """A time of a step: two places, and more where a small model would show as 0.00."""
+    return f"{milliseconds:.2f} ms" if milliseconds >= 0.1 else f"{milliseconds:.2g} ms"

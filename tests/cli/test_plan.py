@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from multilora_cli.cli.app import app
+from multilora_cli.cli.console import Console
+from multilora_cli.cli.plan_tables import _step
 
 runner = CliRunner()
 LLAMA3_8B = {
@@ -88,6 +90,41 @@ def test_trace(fleet: Path, tmp_path: Path) -> None:
     plan = planned(fleet, "--gpu", "h200", "--assume", "rank=8,count=3", "--trace", str(trace))
     assert plan["trace"]["hot_ratio"] == pytest.approx(0.9)
     assert plan["trace"]["reloads"] == 0
+
+
+def test_a_trace_is_read_before_anything_is_said(fleet: Path) -> None:
+    """And it goes with one plan, not with a table of several, where it was not looked at."""
+    missing = runner.invoke(app, ["plan", str(fleet), "--gpu", "h200", "--trace", "none.jsonl"])
+    assert missing.exit_code == 2 and missing.stdout == ""
+    grid = ["plan", str(fleet), "--gpu", "h200", "--set", "base.quantization=awq,fp8"]
+    several = runner.invoke(app, [*grid, "--trace", "none.jsonl"])
+    assert several.exit_code == 2 and "--trace" in several.stderr
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_plan_on_a_terminal(fleet: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of memory is drawn, no cell is folded, and equal adapters are one row."""
+    monkeypatch.setattr(Console, "interactive", True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    card = ["--gpu", "rtx-4090", "--set", "base.quantization=awq"]
+    assumed = ["--assume", "rank=16,targets=all,count=200"]
+    shown = runner.invoke(app, ["plan", str(fleet), *card, *assumed])
+    assert shown.exit_code == 0, shown.output
+    for part in ("weights", "pool", "graphs", "lists", "workspace", "unused"):
+        (row,) = [line for line in shown.stdout.splitlines() if line.startswith(f"│ {part} ")]
+        assert row.count("│") == 5
+    assert "assumed-0 and 199 like it" in shown.stdout and "assumed-1 " not in shown.stdout
+    keys = ["base.quantization=none,awq", "limits.max_num_seqs=64,256"]
+    settings = [text for key in keys for text in ("--set", key)]
+    grid = runner.invoke(app, ["plan", str(fleet), "--gpu", "h200", *settings])
+    assert len([line for line in grid.stdout.splitlines() if line.startswith("│")]) == 4
+    assert "max_num_seqs" in grid.stdout and max(map(len, grid.stdout.splitlines())) <= width
+
+
+def test_a_small_model_has_times_too() -> None:
+    assert [_step(ms) for ms in (0.0004, 0.012, 5.891, 20.0)] == [
+        "0.0004 ms", "0.012 ms", "5.89 ms", "20.00 ms",
+    ]  # fmt: skip
 
 
 def test_the_demo_fleet_plans_its_real_adapters() -> None:
