@@ -42,7 +42,7 @@ def test_a_dummy_awq_base_says_so_in_its_config(tmp_path: Path) -> None:
 
 def test_it_is_served_and_measured(tmp_path: Path) -> None:
     make(tmp_path, "--model", "tiny", "--adapters", "3", "--quantization", "fp8")
-    server = start(tmp_path / "fleet.yaml", log=tmp_path / "server.log")
+    server = start(tmp_path / "fleet.yaml", "--port", "0", log=tmp_path / "server.log")
     try:
         result = CliRunner().invoke(
             app,

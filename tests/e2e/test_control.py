@@ -121,7 +121,7 @@ def test_a_broken_version_is_found_before_anybody_gets_it(served: Served) -> Non
     pinned or not; then a good one takes over, and what the old one held is free."""
     spare = served.fleet.parent / "spare"
     good = [deep_adapter(spare / f"good{k}", 60 + k, r=16) for k in range(2)]
-    bad = spoilt(good[1], spare / "nan")
+    bad = spoilt(good[1], spare / "good1-with-nan")
     assert load(served, "tenant", good[0], pinned=True).status_code == 200
     before = served.adapters()["tenant"]
     answers: list[str] = []
