@@ -198,11 +198,11 @@ class Registry:
     def from_client(self, name: str, path: str, pin: Pin | None = None) -> AdapterRequest:
         """The request for a folder that a client names. Raises AdapterError outside the roots."""
         self._check_name(name)
-        return AdapterRequest(name, str(allowed_folder(path, self._roots)), pin=pin, via="api")
+        return AdapterRequest(name, str(self._allowed(path)), pin=pin, via="api")
 
     def check_root(self, path: str) -> None:
         """Raise AdapterError where a folder lies below none of the roots."""
-        allowed_folder(path, self._roots)
+        self._allowed(path)
 
     def register_all(
         self, requests: Iterable[AdapterRequest], *, num_threads: int = 2
@@ -337,10 +337,13 @@ class Registry:
             self._promised[entry.generation] = digest
         return Candidate(entry, previous, "replaced" if previous else "added")
 
+    def _allowed(self, path: str) -> Path:
+        return allowed_folder(path, self._roots, self._relative_to)
+
     def _folder(self, request: AdapterRequest) -> Path:
         """The folder that the request's source stands for. Raises AdapterError, *Unavailable."""
         if request.via == "api":
-            return allowed_folder(request.source, self._roots)
+            return self._allowed(request.source)
         return resolve_source(
             request.source,
             relative_to=self._relative_to,

@@ -176,6 +176,20 @@ def test_a_sec_01_allowed(roots: list[Path]) -> None:
         assert allowed_folder(text, roots) == expected
 
 
+def test_a_relative_path_means_what_it_means_in_the_fleet_file(tmp_path: Path) -> None:
+    """README's call: with `folder: ./adapters/*` in the file, ./adapters/acme is loaded."""
+    beside, root = tmp_path / "fleet", tmp_path / "fleet" / "adapters"
+    (root / "acme").mkdir(parents=True)
+    (beside / "elsewhere").mkdir()
+    expected = (root / "acme").resolve()
+    for text in ("./adapters/acme", "adapters/acme", "acme", str(root / "acme")):
+        assert allowed_folder(text, [root], beside) == expected
+    assert allowed_folder("adapters/none", [root], beside) == root.resolve() / "none"
+    for text in ("../secret", "elsewhere/../..", str(beside / "elsewhere")):
+        with pytest.raises(AdapterError, match="not below a folder"):
+            allowed_folder(text, [root], beside)
+
+
 HOSTILE = [
     "..", "../secret", "../../etc", "a/../../secret", "./../secret", "b/c/../../../secret",
     "/", "/etc", "/etc/passwd", "//etc", "/proc/self/root/etc", "/proc/self/cwd", "/dev/zero",
@@ -191,7 +205,7 @@ HOSTILE = [
 def test_a_sec_01_refused(roots: list[Path], text: str) -> None:
     """A-SEC-01: paths out of the roots, URLs and control characters; no file content is echoed."""
     with pytest.raises(AdapterError) as caught:
-        allowed_folder(text, roots)
+        allowed_folder(text, roots, roots[0].parent)
     assert caught.value.field == "lora_path" and str(caught.value).isprintable()
     assert "root:" not in str(caught.value) and len(str(caught.value)) < 300
 

@@ -31,21 +31,27 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
-def allowed_folder(text: str, roots: Sequence[Path]) -> Path:
+def allowed_folder(text: str, roots: Sequence[Path], beside: Path | None = None) -> Path:
     """The real folder behind `text` if it lies below one of `roots`, after all symlinks.
 
-    A relative `text` is looked up below each root in turn. Raises AdapterError; the message is the
-    same whether a path outside the roots exists or not.
+    A relative `text` means in `beside`, the fleet file's folder, what it means in the file; where
+    that is outside the roots or not there it is looked up below each root in turn. Raises
+    AdapterError; the message is the same whether a path outside the roots exists or not.
     """
     _check_text(text, "lora_path")
     if is_url(text) or text.startswith("~"):
         raise AdapterError(
-            f"lora_path {quoted(text)}: expected a folder on this machine",
+            f"lora_path {quoted(text)}: expected a folder on the server's machine",
             reason="not_a_folder",
             field="lora_path",
+            hint="other sources are named in the fleet file: mlora apply brings them in",
         )
     real_roots = [Path(os.path.realpath(root)) for root in roots]
     candidates = [Path(os.path.realpath(root / text)) for root in real_roots]
+    if beside is not None:
+        named = Path(os.path.realpath(beside / text))
+        if any(named.is_relative_to(root) for root in real_roots):
+            candidates.insert(0, named)
     inside = [any(path.is_relative_to(root) for root in real_roots) for path in candidates]
     for path, allowed in zip(candidates, inside, strict=True):
         if allowed and path.is_dir():
