@@ -155,4 +155,6 @@ def _error_of(status: int, body: bytes) -> MloraError:
         return Refused(message)
     if status in (401, 403):
         return BadInput(message, hint="give a key: --api-key or MLORA_API_KEY")
+    if code == "model_not_found":
+        return BadInput(message, hint="mlora list shows the names")
     return Unreachable(message) if status >= 500 else BadInput(message)

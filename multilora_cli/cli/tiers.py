@@ -80,9 +80,13 @@ def evict(
 
     def told(row: dict[str, Any]) -> str:
         host = format_size(int(row["freed_host_bytes"]))
+        if row.get("kept_by"):
+            same = f"the same content is pinned as {row['kept_by']}"
+            return f"{row['id']}: unpinned, {row['tier']} all the same: {same}"
         return f"{row['id']}: {row['tier']}, {row['freed_pages']} pages and {host} freed"
 
-    asyncio.run(_move(console, names, (url, fleet, api_key), "evicting", (move, told)))
+    hint = "a pinned one goes with --unpin" if not unpin else None
+    asyncio.run(_move(console, names, (url, fleet, api_key), "evicting", (move, told), hint))
 
 
 async def _move(
@@ -91,13 +95,14 @@ async def _move(
     server: Any,
     title: str,
     how: tuple[Move, Callable[[dict[str, Any]], str]],
+    refused_hint: str | None = None,
 ) -> None:
     """Move every adapter that a pattern names, several at a time, and say where each is then.
 
     A failure leaves the others be: all are tried, then the failures are raised together.
     """
     from multilora_cli.cli.api import Api, server_url
-    from multilora_cli.errors import MloraError
+    from multilora_cli.errors import MloraError, Refused
 
     url, fleet, api_key = server
     move, told = how
@@ -125,7 +130,8 @@ async def _move(
     console.value(rows)
     faults = [result for result in results if isinstance(result, MloraError)]
     if faults:
-        raise type(faults[0])("\n".join(fault.message for fault in faults))
+        hint = refused_hint if isinstance(faults[0], Refused) else faults[0].hint
+        raise type(faults[0])("\n".join(fault.message for fault in faults), hint=hint)
 
 
 def _naming(name: str, message: str) -> str:
@@ -159,7 +165,7 @@ def _matching(patterns: Sequence[str], known: Sequence[str]) -> list[str]:
         glob = f"{pattern}*" if pattern.endswith("/") else pattern
         matches = [name for name in known if fnmatchcase(name, glob)]
         if not matches:
-            raise BadInput(f"no adapter is called {pattern}", hint="mlora list shows the names")
+            raise BadInput(f"no adapter matches {pattern}", hint="mlora list shows the names")
         found.update(dict.fromkeys(matches))
     return list(found)
 

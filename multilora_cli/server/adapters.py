@@ -261,14 +261,30 @@ class Adapters:
         return self._moved(name, reply, counts)
 
     async def evict(self, name: str, body: EvictBody, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Move an adapter down once its requests have ended; its row and what became free."""
+        """Move an adapter down once its requests have ended; its row and what became free.
+
+        Its own pin ends with `unpin`, also where its pages stay because another name of the same
+        content has pinned them: `kept_by` says which. Raises RequestError.
+        """
         if self.registry.get(name) is None:  # what no one asked for yet has nothing to free
             raise model_not_found(name)
         async with self.lock(name):
-            ref = await self._known(name)
-            self._check_shared_pin(name, ref.digest)
+            entry = self.registry.get(name)
+            if entry is None:
+                raise model_not_found(name)
+            other = None if entry.digest is None else self._pinned_by(name, entry.digest)
+            ends_pin = body.unpin and entry.pin is not None
+            if entry.digest is None or (other is not None and ends_pin):
+                # Never used, or kept by another name: nothing moves. Between the look at that name
+                # and the end of this pin nothing runs, so the last of several names frees them.
+                if body.unpin:
+                    await self.keep(name, None, self.declared_ttl(name))
+                kept_by = {} if other is None else {"kept_by": other.name}
+                row = self._row(self.registry.get(name) or entry, counts)
+                return {**row, "freed_pages": 0, "freed_host_bytes": 0, **kept_by}
+            self._check_shared_pin(name, entry.digest)
             reply = await self.client.evict(
-                ref.digest,
+                entry.digest,
                 to="cold" if body.cold else "warm",
                 unpin=body.unpin,
                 timeout_s=self.config.limits.load_s,
@@ -343,13 +359,19 @@ class Adapters:
 
     def _check_shared_pin(self, name: str, digest: str) -> None:
         """What another name has pinned does not leave by this one."""
+        other = self._pinned_by(name, digest)
+        if other is not None:
+            raise RequestError(
+                f"adapter {name} is the same content as {other.name}, which is pinned {other.pin}",
+                code="adapter_refused",
+            )
+
+    def _pinned_by(self, name: str, digest: str) -> AdapterEntry | None:
+        """Another name of the same content that is pinned."""
         for entry in self.registry.entries():
             if entry.digest == digest and entry.name != name and entry.pin is not None:
-                raise RequestError(
-                    f"adapter {name} is the same content as {entry.name}, which is pinned"
-                    f" {entry.pin}",
-                    code="adapter_refused",
-                )
+                return entry
+        return None
 
     def _moved(self, name: str, reply: Reply, counts: Mapping[str, int]) -> dict[str, Any]:
         if reply.status is not None:

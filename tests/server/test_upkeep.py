@@ -82,6 +82,21 @@ def test_a_running_request_is_use(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_an_evict_is_no_use(tmp_path: Path) -> None:
+    """What was never used holds nothing: it stays cold and unread, its time does not begin."""
+
+    async def run() -> None:
+        async with InProcess(tmp_path) as app:
+            before = await row_of(app, "upper")
+            reply = await app.http.post("/v1/adapters/upper/evict", json={"cold": True})
+            assert reply.status_code == 200 and reply.json()["freed_pages"] == 0
+            after = await row_of(app, "upper")
+            assert after == before
+            assert (after["tier"], after["last_used_s"], after["digest"]) == ("cold", None, None)
+
+    asyncio.run(run())
+
+
 def test_two_names_of_one_content(tmp_path: Path) -> None:
     """One name's time is over: another that stays, or is pinned, keeps the pages."""
 
@@ -100,6 +115,13 @@ def test_two_names_of_one_content(tmp_path: Path) -> None:
             assert (row["tier"], row["pin"], row["pinned"]) == ("hot", "hot", True)
             refused = await app.http.post("/v1/adapters/upper/evict", json={"unpin": True})
             assert refused.status_code == 400 and "twin, which is pinned" in refused.text
+            await warm(app, "upper", hot=True, pin=True)  # both are pinned: each pin can end
+            kept = (await app.http.post("/v1/adapters/upper/evict", json={"unpin": True})).json()
+            assert (kept["kept_by"], kept["tier"], kept["pin"]) == ("twin", "hot", None)
+            freed = await app.http.post(
+                "/v1/adapters/twin/evict", json={"unpin": True, "cold": True}
+            )
+            assert freed.json()["tier"] == "stored" and freed.json()["freed_pages"] > 0
 
     asyncio.run(run())
 
