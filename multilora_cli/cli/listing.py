@@ -1,6 +1,7 @@
 """`mlora list`: the adapters of a running server."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -9,11 +10,11 @@ from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
 
 _COLUMNS = (
-    "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "used",
-    "hits", "loads", "digest",
+    "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "last use",
+    "uses", "loads", "digest",
 )  # fmt: skip
 _WIDTHS = (4, 9, 7, 12, 12, 8, 21, 12, 12, 7, 8, 15)  # with borders; the name's own comes on top
-_LEFT_OUT = ("digest", "loads", "modules", "hits", "rank", "in flight")
+_LEFT_OUT = ("digest", "loads", "modules", "uses", "rank", "in flight")
 _SETS = {
     "q k v o": "attention", "gate up down": "mlp", "q k v o gate up down": "all",
 }  # fmt: skip
@@ -88,7 +89,7 @@ async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 def _summary(found: dict[str, Any]) -> str:
-    """`1,200 requests: 87.5 % found their adapter hot, 3 cold starts; TTFT p95 hot 8 ms, ...`."""
+    """`1,200 requests: 87.5% with a hot adapter, 3 cold starts; TTFT p95 hot 8 ms, ...`."""
     requests = int(found.get("requests") or 0)
     if not requests:
         return "no request with an adapter yet"
@@ -98,7 +99,7 @@ def _summary(found: dict[str, Any]) -> str:
         if row["ttft_p95_s"] is not None
     ]
     return (
-        f"{requests:,} requests: {found['hit_ratio']:.1%} found their adapter hot,"
+        f"{requests:,} requests: {found['hit_ratio']:.1%} with a hot adapter,"
         f" {found['cold_starts']:,} cold starts; TTFT p95 " + ", ".join(waits)
     )
 
@@ -124,13 +125,12 @@ def _milliseconds(value_s: float | None) -> str:
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     from multilora_cli.units import format_size
 
-    modules = " ".join(str(name).removesuffix("_proj") for name in row.get("modules") or ())
     idle_s = row.get("last_used_s")
     return (
         row["id"],
         row.get("tier", "-"),
         row.get("rank") or "-",
-        _SETS.get(modules, modules) or "-",
+        module_set(row.get("modules") or ()) or "-",
         format_size(int(row.get("bytes") or 0)),
         row.get("pages", 0),
         _kept(row),
@@ -140,6 +140,12 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
         row.get("loads", 0),
         str(row.get("digest") or "-").removeprefix("sha256:")[:12],
     )
+
+
+def module_set(names: Iterable[object]) -> str:
+    """Modules in a person's words: `attention`, `all`, or one by one without `_proj`."""
+    modules = " ".join(str(name).removesuffix("_proj") for name in names)
+    return _SETS.get(modules, modules)
 
 
 def _kept(row: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 
 from multilora_cli.cli.console import Console
+from multilora_cli.cli.listing import module_set
 from multilora_cli.sizing.report import FleetPlan, PlannedAdapter
 from multilora_cli.sizing.trace import TraceForecast
 from multilora_cli.units import format_duration, format_size
@@ -87,7 +88,7 @@ def show_adapters(console: Console, plan: FleetPlan) -> None:
 def _adapter_cells(adapter: PlannedAdapter) -> tuple[object, ...]:
     return (
         adapter.rank,
-        " ".join(name.removesuffix("_proj") for name in adapter.modules),
+        module_set(adapter.modules),
         format_size(adapter.cost.weight_bytes),
         adapter.cost.num_pages,
         f"{adapter.cost.waste:.1%}",

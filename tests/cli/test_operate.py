@@ -8,12 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from multilora_cli.adapters.entry import AdapterRequest
+from multilora_cli.cli.api import Api
 from multilora_cli.cli.app import app
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.fleet_diff import fleet_body
 from multilora_cli.cli.listing import _COLUMNS, _cells, _retry, _shown_columns, _span
 from multilora_cli.cli.tiers import _matching
-from multilora_cli.errors import AdapterUnavailable, BadInput
+from multilora_cli.errors import AdapterUnavailable, BadInput, Refused
 from multilora_cli.fleet.declared import declared_adapters, declared_settings
 from multilora_cli.fleet.load import load_fleet
 from multilora_cli.server.changes import RuntimeChanges, ServedFleet, by_name, request_of
@@ -88,15 +89,38 @@ def test_pins_with_a_time(server: Server) -> None:
     assert "--ttl" in mlora(server, "warm", "upper", "--ttl", "soon", exit_code=2)
     (header, *rows) = [line.split("\t") for line in mlora(server, "list").splitlines()][:6]
     assert header == [
-        "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "used",
-        "hits", "loads", "digest",
+        "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "last use",
+        "uses", "loads", "digest",
     ]  # fmt: skip
     cells = dict(zip(header, next(row for row in rows if row[0] == "upper"), strict=True))
     assert cells["tier"] == "hot" and cells["pin, ttl"].startswith("hot, ")
-    assert cells["pin, ttl"] == "hot, 90 min left" and cells["used"].endswith(" s ago")
+    assert cells["pin, ttl"] == "hot, 90 min left" and cells["last use"].endswith(" s ago")
     assert len(cells["digest"]) == 12 and cells["modules"] == "q v"
     mlora(server, "evict", "upper", "--unpin")
     assert json.loads(mlora(server, "list", "--json"))[0]["pin"] is None
+
+
+def test_a_refusal_says_what_to_do(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def pinned(api: Api, name: str, **how: bool) -> dict[str, object]:
+        raise Refused(f"adapter {name} is pinned hot")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Api, "evict", pinned)
+        ran = runner.invoke(app, ["evict", "acme/", "--url", server.url])
+    assert ran.exit_code == 1 and ran.stderr.count("error: ") == 2
+    assert ran.stderr.endswith("hint: a pinned one goes with --unpin\n")
+    assert "hint: mlora list" in mlora(server, "warm", "nobody", exit_code=2)
+
+
+def test_what_another_name_keeps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kept(api: Api, name: str, **how: bool) -> dict[str, object]:
+        row = {"id": name, "tier": "hot", "freed_pages": 0, "freed_host_bytes": 0}
+        return {**row, "kept_by": "twin"}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Api, "evict", kept)
+        shown = mlora(server, "evict", "upper", "--unpin")
+    assert "upper: unpinned, hot all the same: the same content is pinned as twin" in shown
 
 
 def test_failed_ones_say_why_and_when(server: Server) -> None:
@@ -135,7 +159,7 @@ def test_matching() -> None:
     assert _matching(["a/"], known) == ["a/x", "a/y"]
     assert _matching(["*/x", "a/x", "new/one"], known) == ["a/x", "b/x", "new/one"]
     assert _matching(["a[b]"], known) == ["ab"]
-    with pytest.raises(BadInput, match="no adapter is called c/"):
+    with pytest.raises(BadInput, match="no adapter matches c/"):
         _matching(["c/"], known)
 
 

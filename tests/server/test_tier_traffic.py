@@ -82,7 +82,7 @@ def test_list_says_what_requests_found(server, http) -> None:
         http.post("/v1/chat/completions", json=BODY_HI | {"model": "upper", "max_tokens": 2})
     shown = runner.invoke(mlora, ["list", "--url", server.url])
     assert shown.exit_code == 0, shown.output
-    assert "found their adapter hot" in shown.output and "TTFT p95" in shown.output
+    assert "with a hot adapter" in shown.output and "TTFT p95" in shown.output
     shown = runner.invoke(mlora, ["list", "--traffic", "--url", server.url])
     assert [line.split("\t")[0] for line in shown.output.splitlines()[:4]] == [
         "found", "hot", "warm", "stored",
