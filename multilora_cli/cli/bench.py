@@ -17,7 +17,7 @@ from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption
 
 if TYPE_CHECKING:
-    from multilora_cli.cli.bench_run import BenchOptions
+    from multilora_cli.cli.bench_options import BenchOptions
 
 
 class _DefaultRun(TyperGroup):
@@ -81,7 +81,7 @@ def run(
 
     Example: mlora bench fleet.example.yaml --heterogeneous --report bench.html
     """
-    from multilora_cli.cli.bench_run import BenchOptions, check_writable
+    from multilora_cli.cli.bench_options import BenchOptions, check_writable
 
     check_writable(report, "--report")
     check_writable(output, "--output")

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from multilora_cli.bench.arms import Program
     from multilora_cli.bench.bound import Bound, Costs
     from multilora_cli.bench.target import Adapter
-    from multilora_cli.cli.bench_run import BenchOptions
+    from multilora_cli.cli.bench_options import BenchOptions
     from multilora_cli.sizing.hardware import Gpu
     from multilora_cli.sizing.report import PlanRequest
 

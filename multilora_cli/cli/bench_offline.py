@@ -56,7 +56,7 @@ def offline(
     from multilora_cli.bench.arms import parse_lengths
     from multilora_cli.bench.neutral import Shape, make_settings
     from multilora_cli.cli.bench_engine import EngineOptions
-    from multilora_cli.cli.bench_run import check_writable
+    from multilora_cli.cli.bench_options import check_writable
 
     check_writable(output, "--output")
     console = Console(as_json=as_json, quiet=quiet)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.target import error_message
 from multilora_cli.cli.app import app
-from multilora_cli.cli.bench_run import parse_rate, pick_preset
+from multilora_cli.cli.bench_options import parse_rate, pick_preset
 from multilora_cli.cli.bench_view import describe
 from multilora_cli.errors import BadInput
 from tests.e2e.serving import Served, start

@@ -1,0 +1,90 @@
+"""The flags of `mlora bench` as values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multilora_cli.bench.arms import Preset
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The flags of the command; None takes the preset's own."""
+
+    fleet: Path | None
+    url: str | None
+    preset: "Preset"
+    trace: Path | None
+    compare: str | None
+    requests: int | None
+    rate: float | None
+    cv: float
+    concurrency: int | None
+    lengths: str | None
+    rounds: int | None
+    seed: int
+    gpu: str | None
+    model: str | None
+    adapters_from: str
+    prompts: str
+    ignore_eos: bool
+    slo: str | None
+    timeout: float  # seconds
+    against: str | None
+    api_key: str | None
+    against_api_key: str | None
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, Any], arguments: Sequence[str]) -> "BenchOptions":
+        """The options of the command's parameters, by their names. Raises BadInput."""
+        known: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(cls)}
+        preset = pick_preset(flags["preset"], flags["heterogeneous"], flags["trace"])
+        rate = parse_rate(flags["rate"])
+        return cls(**known | {"preset": preset, "rate": rate, "arguments": tuple(arguments)})
+
+
+def pick_preset(preset: str | None, heterogeneous: bool, trace: Path | None = None) -> "Preset":
+    """The preset that the flags mean together. Raises BadInput."""
+    from multilora_cli.bench.arms import PRESETS
+    from multilora_cli.errors import BadInput
+
+    if trace is not None:
+        if preset is not None or heterogeneous:
+            raise BadInput("--trace is a workload of its own: leave out the preset")
+        return "trace"
+    if preset is None:
+        return "heterogeneous"
+    if heterogeneous and preset != "heterogeneous":
+        raise BadInput(f"--heterogeneous and --preset {preset}: give one of them")
+    for known in PRESETS:
+        if known == preset:
+            return known
+    raise BadInput(f"--preset {preset}: expected one of {', '.join(PRESETS)}")
+
+
+def parse_rate(text: str | None) -> float | None:
+    """Requests/s; `inf` is infinity. Raises BadInput."""
+    from multilora_cli.errors import BadInput
+
+    if text is None:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not rate > 0:
+        raise BadInput(f"--rate {text}: expected requests per second above 0, or inf")
+    return rate
+
+
+def check_writable(path: Path | None, flag: str) -> None:
+    """Refuse a file that cannot be written before minutes are spent, not after. BadInput."""
+    from multilora_cli.errors import BadInput
+
+    if path is None:
+        return
+    if path.is_dir() or not path.parent.is_dir():
+        raise BadInput(f"{flag} {path}: expected a file in a folder that exists")
