@@ -64,3 +64,13 @@ def test_adapter_fields_are_documented() -> None:
 def test_nothing_names_a_path_of_one_machine() -> None:
     for path in [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]:
         assert not re.search(r"(?<![\w.])/(home|root|Users)/", path.read_text()), path
+
+
+def test_decision_records_have_a_number_each_and_say_it() -> None:
+    records = sorted((REPOSITORY / "docs" / "adr").glob("*.md"))
+    numbers = [int(record.name[:4]) for record in records]
+    assert numbers == list(range(1, len(records) + 1))
+    for number, record in zip(numbers, records, strict=True):
+        assert record.read_text().startswith(f"# {number}. ")
+    text = "".join(page.read_text() for page in (REPOSITORY / "docs").glob("*.md"))
+    assert {int(number) for number in re.findall(r"ADR (\d+)", text)} <= set(numbers)
