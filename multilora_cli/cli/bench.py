@@ -76,8 +76,10 @@ def run(
     """Measure a server under heterogeneous loads. Without --url it starts its own and stops it.
 
     Loads take turns (A/B/A/B), so that a drifting machine does not decide; every load has prompts
-    of its own, so that no prefix cache answers. Other forms: mlora bench compare A.json B.json,
-    mlora bench selftest.
+    of its own, so that no prefix cache answers.
+
+    Other forms, each with its own --help: mlora bench --offline (the engine alone), compare A.json
+    B.json, dummy FOLDER (a fleet of random weights), front (the front process alone), selftest.
 
     Example: mlora bench fleet.example.yaml --heterogeneous --report bench.html
     """
