@@ -143,13 +143,12 @@ def error_table(report: Mapping[str, Any]) -> Table:
 
 def compare_table(comparison: Mapping[str, Any]) -> Table:
     """Two reports side by side."""
-    names = list(comparison["arms"][0]["figures"])
-    columns = ("workload", *(f"{name} B/A" for name in names))
-    rows = []
-    for row in comparison["arms"]:
-        cells = [_compared(name, row["figures"][name]) for name in names]
-        rows.append((f"{row['side']} {row['arm']}".strip(), *cells))
-    return columns, rows
+    rows = [
+        (f"{row['side']} {row['arm']}".strip(), name, *_compared(name, figure))
+        for row in comparison["arms"]
+        for name, figure in row["figures"].items()
+    ]
+    return ("workload", "figure", "A", "B", "B/A"), rows
 
 
 def describe_lengths(report: Mapping[str, Any]) -> str:
@@ -197,13 +196,11 @@ def _ratio_cell(ratios: Sequence[Mapping[str, Any]], arm: Mapping[str, Any]) -> 
     return _NOTHING
 
 
-def _compared(name: str, figure: Mapping[str, float | None]) -> str:
-    if figure["ratio"] is None:
-        return _NOTHING
+def _compared(name: str, figure: Mapping[str, float | None]) -> tuple[str, str, str]:
+    """A, B and their ratio as they are shown."""
     seconds = name.startswith(("TTFT", "ITL", "E2E"))
-    shown = [
-        format_duration(value) if seconds else f"{value:.3g}"
+    one, other = (
+        _NOTHING if value is None else format_duration(value) if seconds else f"{value:.3g}"
         for value in (figure["a"], figure["b"])
-        if value is not None
-    ]
-    return f"{figure['ratio']:.3f} ({' -> '.join(shown)})"
+    )
+    return one, other, _plain(figure["ratio"], ".3f")

@@ -100,9 +100,17 @@ class Console:
         self._write(self._stderr, "\n".join(fitted) + "\n")
 
     def table(
-        self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = ""
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        *,
+        title: str = "",
+        spare: Sequence[str] = (),
     ) -> None:
-        """A table: drawn for a terminal, tab-separated lines otherwise. Nothing in JSON mode."""
+        """A table: drawn for a terminal, tab-separated lines otherwise. Nothing in JSON mode.
+
+        `spare` names columns, the least needed first, that a narrow terminal goes without.
+        """
         if self.as_json:
             return
         if not self.interactive:
@@ -112,6 +120,7 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
+        columns, rows = _narrowed(columns, rows, spare)
         table = Table(title=Text(clean(title)) if title else None, title_justify="left")
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(_numeric(row[index]) for row in rows)
@@ -207,6 +216,23 @@ def _fitted(text: str, stream: IO[str]) -> str:
         return text
     lines = textwrap.wrap(text, width - 1, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines)
+
+
+def _narrowed(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], spare: Sequence[str]
+) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """The table without as many of the `spare` columns as it takes to fit the terminal."""
+    from rich.cells import cell_len
+
+    widths = [
+        max(cell_len(clean(cell)) for cell in cells) for cells in zip(columns, *rows, strict=True)
+    ]
+    shown = list(range(len(columns)))
+    room = shutil.get_terminal_size().columns - 1
+    for name in spare:
+        if sum(widths[i] + 3 for i in shown) > room:  # a border and two blanks each
+            shown.remove(columns.index(name))
+    return [columns[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
 
 def _numeric(cell: object) -> bool:

@@ -13,7 +13,6 @@ _COLUMNS = (
     "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "last use",
     "uses", "loads", "digest",
 )  # fmt: skip
-_WIDTHS = (4, 9, 7, 12, 12, 8, 21, 12, 12, 7, 8, 15)  # with borders; the name's own comes on top
 _LEFT_OUT = ("digest", "loads", "modules", "uses", "rank", "in flight")
 _SETS = {
     "q k v o": "attention", "gate up down": "mlp", "q k v o gate up down": "all",
@@ -53,9 +52,7 @@ def list_adapters(
         for row in rows:
             console.line(str(row["id"]))
         return
-    shown = _shown_columns(console, len(max((str(row["id"]) for row in rows), key=len, default="")))
-    cells = [_cells(row) for row in rows]
-    console.table([_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in cells])
+    console.table(_COLUMNS, [_cells(row) for row in rows], spare=_LEFT_OUT)
     for row in rows:
         if row.get("tier") == "failed":
             console.note(f"{row['id']}: {row.get('detail') or 'failed'}{_retry(row)}")
@@ -65,20 +62,6 @@ def list_adapters(
         console.note(f"changes at run time will not survive a restart: {reply['unsaved']}")
     if found.get("requests"):
         console.note(_summary(found))
-
-
-def _shown_columns(console: Console, name_width: int) -> list[int]:
-    """Where a terminal is too narrow for all columns, those that a person needs least are left out;
-    --json has them."""
-    import shutil
-
-    shown = list(range(len(_COLUMNS)))
-    if console.interactive:
-        room = shutil.get_terminal_size().columns - name_width
-        for column in _LEFT_OUT:
-            if sum(_WIDTHS[i] for i in shown) > room:
-                shown.remove(_COLUMNS.index(column))
-    return shown
 
 
 async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:

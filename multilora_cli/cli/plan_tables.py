@@ -11,8 +11,7 @@ from multilora_cli.units import format_duration, format_size
 
 MAX_ROWS = 20  # adapters shown; the rest are summed up, and --json has them all
 _BAR = 32
-_NARROW = 100  # columns of a terminal below which a table of what-ifs is drawn narrower
-_NARROW_GRID = ("fits", "weights", "hot", "KV tokens", "64 rows")
+_NARROW = 100  # columns of a terminal below which keys are headed by their last part
 
 
 def show_plan(console: Console, plan: FleetPlan) -> None:
@@ -77,7 +76,8 @@ def show_adapters(console: Console, plan: FleetPlan) -> None:
         total = sum(adapter.cost.weight_bytes for adapter in rest)
         pages = sum(adapter.cost.num_pages for adapter in rest)
         rows.append((f"and {len(rest):,} more, together", "", "", format_size(total), pages, ""))
-    console.table(("adapter", "rank", "modules", "size", "pages", "waste"), rows)
+    columns = ("adapter", "rank", "modules", "size", "pages", "waste")
+    console.table(columns, rows, spare=("waste", "modules"))
     console.line(
         f"{plan.hot_together:,} of {len(plan.adapters):,} adapters fit on the device at once; then"
         f" {plan.kv_tokens:,} tokens of KV are left, {plan.sequences:,} sequences of full length;"
@@ -146,10 +146,8 @@ def show_grid(
     columns = (*keys, "fits", "weights", "pool pages", "adapters hot", "KV tokens", "64 rows")
     cells = [(*values, *_grid_cells(plan)) for values, plan in rows]
     if console.interactive and shutil.get_terminal_size().columns < _NARROW:
-        pages = columns.index("pool pages")
-        columns = (*(key.rpartition(".")[2] for key in keys), *_NARROW_GRID)
-        cells = [(*cell[:pages], *cell[pages + 1 :]) for cell in cells]
-    console.table(columns, cells)
+        columns = (*(key.rpartition(".")[2] for key in keys), *columns[len(keys) :])
+    console.table(columns, cells, spare=("pool pages", "weights"))
 
 
 def show_forecast(console: Console, forecast: TraceForecast) -> None:

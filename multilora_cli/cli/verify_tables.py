@@ -27,7 +27,7 @@ def show_adapters(console: Console, result: VerifyReport) -> None:
             )
         )
     columns = ("adapter", "verdict", "rank", "modules", "size", "pages", "changes", "off by")
-    console.table(columns, rows)
+    console.table(columns, rows, spare=("modules", "pages", "size"))
     for adapter in result.adapters:
         if adapter.reason:
             for line in adapter.reason.splitlines():

@@ -95,7 +95,7 @@ def test_files_are_written_and_compared(server: Loopback, tmp_path: Path) -> Non
     assert [row["arm"] for row in value["arms"]] == ["base", "skewed"]
     assert value["differing"] == []
     table = bench("compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")).stdout
-    assert "tok/s B/A" in table and "skewed" in table
+    assert "skewed\ttok/s\t" in table
 
 
 def test_against_a_second_server_gives_ratios(server: Loopback) -> None:

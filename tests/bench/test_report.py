@@ -239,7 +239,7 @@ def test_compare_puts_b_over_a_and_says_what_differs(report) -> None:
     assert figures["tok/s"]["ratio"] == pytest.approx(2) and figures["req/s"]["ratio"] == 1
     assert figures["TTFT mean"]["ratio"] is None
     columns, rows = compare_table(value)
-    assert len(rows) == 4 and all(len(row) == len(columns) for row in rows)
+    assert len(rows) == 4 * len(figures) and all(len(row) == len(columns) for row in rows)
     with pytest.raises(BadInput, match="no workload in common"):
         compare_reports(report, {**report, "arms": []})
 

@@ -173,3 +173,22 @@ def test_progress_over_a_pipe_is_one_line_a_phase() -> None:
             phases.update("loading weights", done, 4)
         phases.update("warming", 1, 1)
     assert stream.getvalue() == "loading weights ...\nwarming ...\n"
+
+
+def test_narrow_terminals_get_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is folded to pieces: the least needed columns go, the name stays, and so it does
+    where no terminal draws."""
+    columns, row = ("adapter", "tier", "modules", "digest"), ("acme/legal", "hot", "all", "0" * 12)
+    seen = {}
+    for width in (60, 44, 30):
+        monkeypatch.setenv("COLUMNS", str(width))
+        console, stream = written(tty=True)
+        console.table(columns, [row], spare=("digest", "modules"))
+        seen[width] = [name for name in columns if name in stream.getvalue()]
+        assert len(stream.getvalue().splitlines()) == 5
+    assert seen == {
+        60: list(columns), 44: ["adapter", "tier", "modules"], 30: ["adapter", "tier"],
+    }  # fmt: skip
+    console, stream = written()
+    console.table(columns, [row], spare=("digest", "modules"))
+    assert stream.getvalue().splitlines()[0] == "\t".join(columns)

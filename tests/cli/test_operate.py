@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 from multilora_cli.adapters.entry import AdapterRequest
 from multilora_cli.cli.api import Api
 from multilora_cli.cli.app import app
-from multilora_cli.cli.console import Console
 from multilora_cli.cli.fleet_diff import fleet_body
-from multilora_cli.cli.listing import _COLUMNS, _cells, _retry, _shown_columns, _span
+from multilora_cli.cli.listing import _cells, _retry, _span
 from multilora_cli.cli.tiers import _matching
 from multilora_cli.errors import AdapterUnavailable, BadInput, Refused
 from multilora_cli.fleet.declared import declared_adapters, declared_settings
@@ -127,20 +126,6 @@ def test_failed_ones_say_why_and_when(server: Server) -> None:
     ran = runner.invoke(app, ["list", "--url", server.url])
     assert "late: down (attempt 2 in " in ran.stderr
     assert _retry({"id": "x", "retry_in_s": None}) == " (mlora warm x tries it again)"
-
-
-def test_narrow_terminals_get_fewer_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is folded to pieces: the least needed columns go, the name and the tier stay."""
-    console = Console()
-    monkeypatch.setattr(Console, "interactive", True)
-    seen = {}
-    for width in (200, 120, 100, 80, 20):
-        monkeypatch.setenv("COLUMNS", str(width))
-        seen[width] = [_COLUMNS[i] for i in _shown_columns(console, 17)]
-    assert seen[200] == list(_COLUMNS) and "digest" not in seen[120]
-    assert len(seen[20]) <= len(seen[80]) < len(seen[120]) < len(seen[200])
-    assert all(columns[:2] == ["adapter", "tier"] for columns in seen.values())
-    assert "pin, ttl" in seen[80]
 
 
 def test_spans() -> None:
