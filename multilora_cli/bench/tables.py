@@ -143,7 +143,7 @@ def error_table(report: Mapping[str, Any]) -> Table:
 
 def compare_table(comparison: Mapping[str, Any]) -> Table:
     """Two reports side by side."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (f"{row['side']} {row['arm']}".strip(), name, *_compared(name, figure))
         for row in comparison["arms"]
         for name, figure in row["figures"].items()
