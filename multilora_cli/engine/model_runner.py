@@ -9,7 +9,7 @@ fault ends only that request.
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +78,11 @@ class _Pass:
     tokens: torch.Tensor | None  # int64 [draws]; -1 where the logits were not finite
     logprobs: Logprobs | None
     prompts: dict[int, _PromptLogprobs]  # by row
+    fresh: torch.Tensor | None  # the same tokens on the device, 0 for -1
+
+    def kept(self) -> "_Pass":
+        """With tokens that outlive the next pass: those of a captured step do not."""
+        return self if self.fresh is None else replace(self, fresh=self.fresh.clone())
 
 
 class StepFlight:
@@ -132,11 +137,8 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> StepFlight:
         """Hand the step to the device."""
         if batch.copies:
-            sources, targets = zip(*batch.copies, strict=True)
-            device = self._pool.device
-            self._pool[torch.tensor(targets, device=device)] = self._pool[
-                torch.tensor(sources, device=device)
-            ]
+            sources, targets = (self._on_device(list(pages)) for pages in zip(*batch.copies))
+            self._pool[targets] = self._pool[sources]
         flight = StepFlight(len(batch.rows))
         sound: list[_Placed] = []
         place = 0
@@ -148,14 +150,18 @@ class ModelRunner:
                 flight.errors[index] = _describe(error)
             place += len(row.samples)
         self._run_isolated(sound, flight)
+        self._leave_tokens(flight.passes)
         flight.close(fence_of(self._pool.device))
         return flight
 
-    def _run_isolated(self, rows: list[_Placed], flight: StepFlight) -> None:
+    def _run_isolated(
+        self, rows: list[_Placed], flight: StepFlight, *, is_part: bool = False
+    ) -> None:
         if not rows:
             return
         try:
-            flight.passes.append(self._run_rows(rows))
+            done = self._run_rows(rows)
+            flight.passes.append(done.kept() if is_part else done)
             return
         except Exception as error:
             _log.exception("a step of %d rows failed", len(rows))
@@ -164,8 +170,25 @@ class ModelRunner:
                 flight.errors[rows[0].number] = _describe(error)
                 return
         middle = len(rows) // 2
-        self._run_isolated(rows[:middle], flight)
-        self._run_isolated(rows[middle:], flight)
+        self._run_isolated(rows[:middle], flight, is_part=True)
+        self._run_isolated(rows[middle:], flight, is_part=True)
+
+    @torch.inference_mode()
+    def _leave_tokens(self, passes: list[_Pass]) -> None:
+        """Leave the step's tokens among `sampled`, for the next one.
+
+        Once all passes are launched: rows change places from step to step, so that what one pass
+        leaves could be in the place of a token of the step before that another has yet to read.
+        """
+        sampled = self._builder.sampled
+        for done in passes:
+            if done.fresh is None:
+                continue
+            first, last = done.draws[0].place, done.draws[-1].place
+            if last - first == len(done.draws) - 1:
+                sampled[first : last + 1] = done.fresh
+            else:
+                sampled[self._on_device([draw.place for draw in done.draws])] = done.fresh
 
     def _check_device(self) -> None:
         """After a fault on the device itself nothing works any more: let the process end."""
@@ -185,18 +208,19 @@ class ModelRunner:
         last_rows = step.last_rows.tolist()
         hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
         draws = _draws(placed, last_rows)
-        tokens, logprobs = None, None
+        tokens, logprobs, fresh = None, None, None
         if draws:
             adapters = self._builder.head_adapters([draw.sequence.slot for draw in draws])
             wanted = self._on_device([draw.token_row for draw in draws])
             logits = self._decoder.logits(hidden[wanted], adapters)
-            tokens, logprobs = self._sample(logits, draws, self._sampling(draws))
+            tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
         prompts = {
             index: self._prompt_logprobs(row, hidden, last)
             for (index, _, row), last in zip(placed, last_rows, strict=True)
             if row.sequence.wants_prompt_logprobs
         }
-        return _Pass([index for index, _, _ in placed], draws, tokens, logprobs, prompts)
+        indices = [index for index, _, _ in placed]
+        return _Pass(indices, draws, tokens, logprobs, prompts, fresh)
 
     def _run_captured(
         self, graphs: DecodeGraphs, placed: list[_Placed], rows: list[ScheduledRow]
@@ -206,17 +230,15 @@ class ModelRunner:
         draws = _draws(placed, range(len(rows)))
         if _is_plain(draws, len(rows)) and not self._failpoints.armed:
             step = graphs.run(rows)
-            self._builder.sampled[: len(rows)] = step.tokens
-            return _Pass(indices, draws, _to_host(step.told), None, {})
-        # Before the step runs: it looks at the tokens of the one before.
-        batch = self._sampling(draws) if draws else None
+            return _Pass(indices, draws, _to_host(step.told), None, {}, step.tokens)
         logits = graphs.run(rows).logits
-        if batch is None:
-            return _Pass(indices, draws, None, None, {})
+        if not draws:
+            return _Pass(indices, draws, None, None, {}, None)
         wanted = [draw.token_row for draw in draws]
         if wanted != list(range(len(rows))):
             logits = logits[self._on_device(wanted)]
-        return _Pass(indices, draws, *self._sample(logits, draws, batch), {})
+        tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
+        return _Pass(indices, draws, tokens, logprobs, {}, fresh)
 
     def _run_prompts(
         self, graphs: PromptGraphs, placed: list[_Placed], rows: list[ScheduledRow]
@@ -225,9 +247,10 @@ class ModelRunner:
         logits, sequences = graphs.run(rows)
         indices, draws = [index for index, _, _ in placed], _draws(placed, sequences)
         if not draws:
-            return _Pass(indices, draws, None, None, {})
+            return _Pass(indices, draws, None, None, {}, None)
         logits = logits[self._on_device([draw.token_row for draw in draws])]
-        return _Pass(indices, draws, *self._sample(logits, draws, self._sampling(draws)), {})
+        tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
+        return _Pass(indices, draws, tokens, logprobs, {}, fresh)
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
         """int64, without waiting for what runs there."""
@@ -241,19 +264,13 @@ class ModelRunner:
 
     def _sample(
         self, logits: torch.Tensor, draws: list[_Draw], batch: SamplingBatch
-    ) -> tuple[torch.Tensor, Logprobs | None]:
-        """Leave the tokens among `sampled`, and send them to the host."""
+    ) -> tuple[torch.Tensor, Logprobs | None, torch.Tensor]:
+        """The tokens on their way to the host, and on the device."""
         for position, draw in enumerate(draws):
             if self._failpoints.hit("logits", draw.sequence.request_id) == "nan":
                 logits[position] = torch.nan
         output = sample(logits, batch)
-        sampled = self._builder.sampled
-        first, last = draws[0].place, draws[-1].place
-        if last - first == len(draws) - 1:
-            sampled[first : last + 1] = output.token_ids
-        else:
-            sampled[self._on_device([draw.place for draw in draws])] = output.token_ids
-        return _to_host(output.told()), _logprobs_to_host(output.logprobs)
+        return _to_host(output.told()), _logprobs_to_host(output.logprobs), output.token_ids
 
     def _prompt_logprobs(
         self, row: ScheduledRow, hidden: torch.Tensor, last: int
