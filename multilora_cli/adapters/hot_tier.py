@@ -67,6 +67,7 @@ class HotTier:
         self._free_slots = list(range(num_slots - 1, 0, -1))
         self._fenced_slots: FenceQueue[int] = FenceQueue(pool.clock)
         self._changed = False
+        self._claimed = 0  # slots on their way that somebody waits for, since the last flush
 
     @property
     def page_limit(self) -> int:
@@ -79,25 +80,38 @@ class HotTier:
         return bool(self._free_slots)
 
     def make_room(self, plan: ImagePlan, order: int, idle: EvictionSource) -> bool:
-        """Evict until `plan` has a slot and pages; False: not now, and nothing left in vain."""
-        if not self.has_slot_for(plan) and idle.cheapest(order) is None:
+        """Evict until `plan` has a slot and pages; False: not now, and nothing left in vain.
+
+        What was given back while a step runs is on its way until that step has ended, and nobody
+        else leaves for it.
+        """
+        if not self._slot_comes(plan) and idle.cheapest(order) is None:
             return False
         if not self._evictor.make_room(plan.num_pages, PageUse.ADAPTER, order):
             return False
-        while not self.has_slot_for(plan) and idle.cheapest(order) is not None:
+        while not self._slot_comes(plan) and idle.cheapest(order) is not None:
             idle.evict_cheapest(order)
-        return self._slot_for(plan)
+        if self._has_slot_for(plan):
+            return True
+        self._claimed += self._slot_comes(plan)
+        return False
 
     def pages_short(self, plan: ImagePlan) -> int:
-        """Pages that would have to be given back for `plan` now; 0: there is room."""
-        free = self._pool.available(PageUse.ADAPTER)
+        """Pages that would have to be given back for `plan`, beside those on their way."""
+        free = self._pool.available(PageUse.KV)
         over = self._pool.count(PageUse.ADAPTER) + plan.num_pages - self.page_limit
         return max(plan.num_pages - free, over, 0)
 
-    def has_slot_for(self, plan: ImagePlan) -> bool:
-        """Whether a slot, and entries of the table, are free for `plan`."""
-        self._free_slots += self._fenced_slots.take_past()
-        return self._slot_for(plan)
+    def room_comes(self, plan: ImagePlan) -> bool:
+        """Whether `plan` has a slot and pages now, or once the steps under way have ended."""
+        return self._slot_comes(plan) and not self.pages_short(plan)
+
+    def has_room(self, image: Image | None) -> bool:
+        """Whether `image`, if there is one, has a slot and pages now."""
+        if image is None or not self.room_comes(image.plan):
+            return False
+        free = self._pool.available(PageUse.ADAPTER)
+        return self._has_slot_for(image.plan) and free >= image.plan.num_pages
 
     def fits_table(self, plan: ImagePlan) -> bool:
         """Whether the table has entries left for `plan`."""
@@ -123,6 +137,7 @@ class HotTier:
 
     def flush(self) -> None:
         """Bring the table to the device; between steps only."""
+        self._claimed = 0
         if self._changed:
             self._table.flush()
             self._changed = False
@@ -138,5 +153,12 @@ class HotTier:
         if any(self._pool.use(page) is not PageUse.ADAPTER for page in pages):
             raise IntegrityError("an adapter holds a page that is not its own")
 
-    def _slot_for(self, plan: ImagePlan) -> bool:
+    def _has_slot_for(self, plan: ImagePlan) -> bool:
+        """Whether a slot, and entries of the table, are free for `plan`."""
+        self._free_slots += self._fenced_slots.take_past()
         return bool(self._free_slots) and self._table.can_hold(plan)
+
+    def _slot_comes(self, plan: ImagePlan) -> bool:
+        """The same, slots on their way included that nobody who came earlier waits for."""
+        slots = len(self._free_slots) + len(self._fenced_slots)
+        return slots > self._claimed and self._table.can_hold(plan)

@@ -187,10 +187,9 @@ class Residency:
         hot = hot or pin == "hot"
         if pin == "hot" and entry.pin != "hot":
             pinned = sum(other.pin == "hot" for other in self._entries.values())
-            if pinned + 1 >= self._hot.num_slots:
-                reason = (
-                    f"{pinned} of {self._hot.num_slots} slots are pinned: no slot would stay free"
-                )
+            slots = self._hot.num_slots
+            if pinned + 1 >= slots:
+                reason = f"{pinned} of {slots} slots are pinned: no slot would stay free"
                 self._done.append(Done(call_id, self._standing(entry), reason))
                 return
         if entry.failure is not None:
@@ -268,12 +267,15 @@ class Residency:
                     self.prefetch.loading(num_bytes)
                     return
                 continue
-            if self.prefetch.make_room(entry, self._hot, self._placed, self._evict_idle):
+            room = self.prefetch.make_room(entry, self._hot, self._placed, self._evict_idle)
+            if room and self._hot.has_room(entry.image):
                 self._place(entry)
                 self._pending.add(entry)
                 self.prefetch.copied(entry, self._warm.nbytes(entry.digest))
                 return
             self._holds.release(entry)
+            if room:
+                return  # it is on its way: the next look finds it
         self.prefetch.settle()
 
     def busy(self) -> bool:

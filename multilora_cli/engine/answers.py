@@ -32,7 +32,7 @@ class Answers:
             try:
                 if result.error is not None:
                     self._fail(row, result.error)
-                elif row.length == 1 and row.sequence.has_answered and result.sampled[0].finite:
+                elif _is_decode(row) and result.sampled[0].finite:
                     deltas.append(self._take_decode(row, result.sampled[0]))
                 else:
                     deltas += self._take_row(row, result)
@@ -141,3 +141,9 @@ class Answers:
         for sequence in (row.sequence, *row.samples):
             if sequence.status is not Status.FINISHED:
                 self._scheduler.end(sequence, "error", Fault("internal_error", reason))
+
+
+def _is_decode(row: ScheduledRow) -> bool:
+    """Whether it is one more token of an answer under way. A chunk of one token is not: an answer
+    that was preempted is computed again, and samples only where its last known token is."""
+    return row.length == 1 and row.sequence.has_answered and bool(row.samples)

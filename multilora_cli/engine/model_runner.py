@@ -137,8 +137,8 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> StepFlight:
         """Hand the step to the device."""
         if batch.copies:
-            sources, targets = (self._on_device(list(pages)) for pages in zip(*batch.copies))
-            self._pool[targets] = self._pool[sources]
+            sources, targets = zip(*batch.copies, strict=True)
+            self._pool[self._on_device(targets)] = self._pool[self._on_device(sources)]
         flight = StepFlight(len(batch.rows))
         sound: list[_Placed] = []
         place = 0
@@ -252,7 +252,7 @@ class ModelRunner:
         tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
         return _Pass(indices, draws, tokens, logprobs, {}, fresh)
 
-    def _on_device(self, values: list[int]) -> torch.Tensor:
+    def _on_device(self, values: Rows[int]) -> torch.Tensor:
         """int64, without waiting for what runs there."""
         tensor = torch.tensor(values, dtype=torch.int64, pin_memory=self._pool.is_cuda)
         return tensor.to(self._pool.device, non_blocking=True)

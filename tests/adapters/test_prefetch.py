@@ -181,3 +181,26 @@ def _hot_at_arrival(count: int, bytes_per_s: int) -> float:
 def test_more_requests_find_their_adapter_hot() -> None:
     without, with_prefetch = _hot_at_arrival(600, 0), _hot_at_arrival(600, PAGE * 2 * 8)
     assert with_prefetch > without + 0.05, (without, with_prefetch)
+
+
+def test_room_that_comes_when_a_step_ends_is_waited_for() -> None:
+    """One step ahead a step is nearly always under way: what leaves for a guess is free later."""
+    books = Books(num_slots=3, prefetch_bytes_per_s=10**6)
+    use(books, A, 9)
+    use(books, B, 8)
+    leases = [books.residency.lease(rival, 20) for rival in (C, D)]
+    for lease in leases:
+        settle(books)
+        assert books.residency.acquire(lease) is not None
+    for lease in leases:
+        books.residency.release(lease)
+    books.residency.poll()
+    assert state_of(books, A) is State.WARM and state_of(books, B) is State.WARM
+    evicted = books.residency.evictions
+    step = books.clock.launch()
+    idle(books)
+    assert state_of(books, A) is State.WARM
+    assert books.residency.evictions == evicted + 1, "B needs what A waits for"
+    books.clock.complete(step)
+    idle(books)
+    assert state_of(books, A) is State.HOT

@@ -54,3 +54,34 @@ def test_a_pass_that_fails_after_it_sampled_leaves_no_token(
     rig.run()
     assert rig.answer(decoding).tokens == list(range(4, 64))
     assert rig.answer(asked).tokens == list(range(20, 25))
+
+
+def test_a_resumed_answer_goes_on_by_a_chunk_of_one_token(fleet: SignatureFleet) -> None:
+    """Preempted after it had answered, it is computed again in chunks; what is left of a step's
+    budget can be a single token in the middle of them."""
+    rig = Rig(fleet.base, prefix_caching=False, steps_ahead=0)
+    request = rig.submit([3], max_tokens=60)
+    for _ in range(40):
+        rig.step()
+    scheduler = rig.engine.parts.scheduler
+    scheduler._preempt(sequence_of(rig, request))
+    row_of, chunks = scheduler._row, iter([7, 1])
+    scheduler._row = lambda sequence, length: row_of(sequence, next(chunks, length))
+    rig.run()
+    assert rig.answer(request).fault is None
+    assert rig.answer(request).tokens == list(range(4, 64))
+
+
+def test_one_adapter_leaves_for_one_that_comes(fleet: SignatureFleet) -> None:
+    """Its slot, like its pages, is free once the step under way has ended: until then no other
+    has to leave."""
+    rig = Rig(fleet.base, num_slots=9, prefix_caching=False)
+    for k in range(20, 28):
+        rig.ask([k], fleet.adapter(k), max_tokens=1)
+    running = rig.submit([3], max_tokens=80)
+    for _ in range(5):
+        rig.step()
+    assert rig.engine._under_way
+    assert rig.ask([5], fleet.adapter(40), max_tokens=3).tokens == [41] * 3
+    assert rig.counters()["adapter_evictions"] == 1
+    assert rig.answer(running).tokens == list(range(4, 84))
