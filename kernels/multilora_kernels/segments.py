@@ -84,9 +84,10 @@ class Segments:
         this says which graph replays it.
         """
         if self._has_extras is None:
-            self._has_extras = bool(table.has_extras[self.seg_slots].any())
-            if self._has_extras:
+            found = bool(table.has_extras[self.seg_slots].any())
+            if found:
                 self._staging.upload(self.row_slots[: self.num_tokens], self._slots)
+            self._has_extras = found
         return self._has_extras
 
     def build(self, slots: Slots) -> None:
@@ -119,6 +120,7 @@ class Segments:
             table is not None
             and written is not None
             and written[0] == table.version
+            and self._has_extras is not None
             and not (self._is_capture or self._is_sized_for_capture)
             and np.array_equal(slots, self._slots)
         )
@@ -183,6 +185,7 @@ class Segments:
             self.num_tokens,
         )
         if key != self._written or self._is_sized_for_capture:
+            self._written = None  # what an update that fails leaves is nobody's
             lists = self._lists_of(is_decode(self.num_tokens))
             lists.update(self.permutation, self.seg_indptr, self.seg_slots, self.num_tokens)
             self._written = key

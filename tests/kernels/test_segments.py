@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from multilora_kernels.popularity import make_slots, popularity_counts
 from multilora_kernels.segments import Segments
+from multilora_kernels.table import AdapterTable
 from multilora_kernels.testing import make_segments
+from multilora_kernels.work_lists import WorkLists
 
 
 @pytest.mark.parametrize(
@@ -75,3 +77,58 @@ def test_a_step_of_base_rows_has_no_segments() -> None:
     assert segments.has_adapters
     segments.build(np.zeros(4, dtype=np.int32))
     assert not segments.has_adapters and segments.num_tokens == 4
+
+
+def test_rows_whose_lists_could_not_be_written_are_not_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lists on the device are then another step's: the same rows again are written anew."""
+    table = AdapterTable(4, 1, {"q_proj": (16, 16)}, 8, "cpu")
+    table.settle(4096, 4)
+    segments = Segments(8, "cpu")
+    segments.bind(table)
+    written: list[list[int]] = []
+
+    def update(lists: WorkLists, rows: np.ndarray, starts: np.ndarray, *step: object) -> None:
+        if fails:
+            raise MemoryError("no room on the device")
+        written.append(rows.tolist())
+
+    monkeypatch.setattr(WorkLists, "update", update)
+    fails = False
+    segments.build([1, 2])
+    segments.build([1, 2])
+    assert written == [[0, 1]], "the rows of the last step again cost nothing"
+    fails = True
+    for slots in ([2, 1], [1, 2]):
+        with pytest.raises(MemoryError):
+            segments.build(slots)
+    fails = False
+    segments.build([1, 2])
+    assert written == [[0, 1]] * 2
+    segments.build([2, 1])
+    assert written == [[0, 1], [0, 1], [1, 0]]
+
+
+def test_rows_whose_slots_were_not_uploaded_are_not_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = AdapterTable(4, 1, {"q_proj": (16, 16)}, 8, "cpu")
+    table.settle(4096, 4)
+    table.has_extras[1:] = True
+    segments = Segments(8, "cpu")
+    segments.bind(table)
+    monkeypatch.setattr(WorkLists, "update", lambda *step: None)
+    segments.build([1, 2])
+    upload = segments._staging.upload
+
+    def fail(*arrays: object) -> None:
+        raise MemoryError("no room in pinned memory")
+
+    monkeypatch.setattr(segments._staging, "upload", fail)
+    with pytest.raises(MemoryError):
+        segments.build([2, 1])
+    monkeypatch.setattr(segments._staging, "upload", upload)
+    segments.build([2, 1])
+    assert segments.has_extras(table)
+    assert segments.row_slots[:2].tolist() == [2, 1]
