@@ -152,7 +152,7 @@ class _TorchOfStaging:
         """A pinned buffer."""
         return self._device.pinned(size)
 
-    def Event(self) -> LateEvent:  # noqa: N802
+    def Event(self) -> LateEvent:
         """As torch.cuda.Event."""
         return LateEvent(self._device)
 
