@@ -13,7 +13,7 @@ _COLUMNS = (
     "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "last use",
     "uses", "loads", "digest",
 )  # fmt: skip
-_LEFT_OUT = ("digest", "loads", "modules", "uses", "rank", "in flight")
+_LEFT_OUT = ("digest", "loads", "modules", "uses", "in flight", "rank")
 _SETS = {
     "q k v o": "attention", "gate up down": "mlp", "q k v o gate up down": "all",
 }  # fmt: skip

@@ -38,7 +38,7 @@ def find_fleet(path: Path | None) -> Path:
             return Path(name)
     raise FleetError(
         f"no fleet file: neither {' nor '.join(DEFAULT_FILES)} is in {Path.cwd()}",
-        hint="name one: mlora serve FLEET",
+        hint="name a file, or write a fleet.yaml there: README.md shows one",
     )
 
 

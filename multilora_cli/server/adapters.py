@@ -335,10 +335,13 @@ class Adapters:
                     priority=entry.priority,
                     timeout_s=self.config.limits.load_s,
                 )
-                if reply.fault is not None:
-                    _log.error("adapter %s is not pinned: %s", entry.name, reply.fault.message)
+                wrong = None if reply.fault is None else reply.fault.message
             except MloraError as error:
-                _log.error("adapter %s is not pinned: %s", entry.name, error.message)
+                wrong = error.message
+            if self.client.state != "ready":  # the server ends, or the next start pins them all
+                return
+            if wrong is not None:
+                _log.error("adapter %s is not pinned: %s", entry.name, wrong)
 
     async def unpin(self, entry: AdapterEntry) -> None:
         """The engine may move it again; what goes wrong is logged."""

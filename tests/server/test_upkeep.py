@@ -126,6 +126,23 @@ def test_two_names_of_one_content(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_the_end_of_the_server_is_no_fault_of_what_is_still_to_be_pinned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fleet of hundreds that is stopped while it comes up: not a line for each of them."""
+
+    async def run() -> None:
+        async with InProcess(tmp_path) as app:
+            for entry in app.registry.entries():
+                app.registry.set_kept(entry.name, "hot", None)
+            app.front.client.begin_drain()
+            await app.front.client.stop()
+            await app.front.adapters.load_pinned()
+
+    asyncio.run(run())
+    assert "is not pinned" not in caplog.text
+
+
 def test_what_the_file_says_about_time(tmp_path: Path) -> None:
     """ttl in the fleet file: every use counts, also the first; the pin of the file is not undone
     for the next start."""
