@@ -28,8 +28,13 @@ def server_url(url: str | None, fleet: Path | None = None) -> str:
     if fleet is None and not any(Path(name).is_file() for name in DEFAULT_FILES):
         return DEFAULT_URL
     server = load_fleet(fleet).fleet.server
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(server.host, server.host)
-    return f"http://{host}:{server.port or 8000}"
+    return own_url(server.host, server.port or 8000)
+
+
+def own_url(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Api:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -133,8 +134,11 @@ class _Start:
 
 def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -> None:
     """The panel that says what is served and where; in JSON mode the same as one value."""
+    from multilora_cli.cli.api import own_url
     from multilora_cli.units import format_size
 
+    parts = urlsplit(url)
+    here = own_url(parts.hostname or "", parts.port or 80)
     good = startup.num_adapters - len(startup.failures)
     page = ready.page_bytes
     console.panel(
@@ -144,12 +148,12 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
             "adapters": f"{good} registered"
             + (f", {len(startup.failures)} refused" if startup.failures else "")
             + "".join(f", {p.pattern} on request" for p in startup.changes.fleet.patterns),
-            "context": f"{ready.max_model_len} tokens",
+            "context": f"{ready.max_model_len:,} tokens",
             "memory": "\n".join(_memory_lines(ready)),
-            "pool": f"{ready.num_pages} pages of {format_size(page)} for KV and adapters",
+            "pool": f"{ready.num_pages:,} pages of {format_size(page)} for KV and adapters",
             "address": f"{url}/v1",
-            "docs": f"{url}/docs",
-            "chat": f"mlora chat --url {url}",
+            "docs": f"{here}/docs",
+            "chat": f"mlora chat --url {here}",
             **({"notes": "\n".join(ready.notes)} if ready.notes else {}),
         },
     )

@@ -1,6 +1,12 @@
 """The start panel: every part planned beside allocated, and a word where they differ."""
 
-from multilora_cli.cli.serve import _memory_lines
+import io
+from types import SimpleNamespace
+from typing import Any
+
+from multilora_cli.cli.api import own_url
+from multilora_cli.cli.console import Console
+from multilora_cli.cli.serve import _memory_lines, show_ready
 from multilora_cli.engine.messages import Ready
 
 
@@ -19,3 +25,22 @@ def test_planned_beside_allocated_by_part() -> None:
         "lists 10 MiB planned, 12 MiB allocated (+20.0%, more than 2 % off)",
         "context 1 MiB allocated, not planned",
     ]
+
+
+def test_the_next_step_can_be_typed_as_it_stands() -> None:
+    """A server that listens everywhere is reached from here by the loopback address."""
+    startup: Any = SimpleNamespace(
+        num_adapters=2, failures=(), server=SimpleNamespace(base_name="llama"),
+        changes=SimpleNamespace(fleet=SimpleNamespace(patterns=())),
+    )  # fmt: skip
+    ready = Ready(
+        device="cpu", dtype="float32", max_model_len=8192, num_pages=26214, page_bytes=2**21,
+        planned={}, allocated={},
+    )  # fmt: skip
+    for host, here in (("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]"), ("10.0.0.7", "10.0.0.7")):
+        stream = io.StringIO()
+        show_ready(Console(stdout=stream), startup, ready, f"http://{host}:8000")
+        lines = stream.getvalue().splitlines()
+        assert f"address: http://{host}:8000/v1" in lines
+        assert f"chat: mlora chat --url http://{here}:8000" in lines
+    assert own_url("::1", 80) == "http://[::1]:80"
