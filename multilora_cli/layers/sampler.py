@@ -18,7 +18,7 @@ import torch
 
 from multilora_cli.layers.noise import log_exponential, row_keys
 from multilora_cli.layers.penalties import Penalties, SparseLogits
-from multilora_cli.layers.truncation import NO_TOP_P, apply_min_p, truncate
+from multilora_cli.layers.truncation import HEAD, NO_TOP_P, apply_min_p, truncate
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -84,6 +84,7 @@ class Randomness:
     truncated: torch.Tensor | None  # int64 [F] into the Q rows; None: no top_k, no top_p
     top_k: torch.Tensor | None  # int64 [F]
     top_p: torch.Tensor | None  # float64 [F]
+    is_settled: bool  # every truncated row has a top_k that truncation.HEAD covers
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,9 @@ def _draw(
     x = (x - best[:, None]) / how.temperature
     if how.truncated is not None:
         assert how.top_k is not None and how.top_p is not None
-        x[how.truncated] = truncate(x[how.truncated], how.top_k, how.top_p)
+        x[how.truncated] = truncate(
+            x[how.truncated], how.top_k, how.top_p, is_settled=how.is_settled
+        )
     if how.log_min_p is not None:
         x = apply_min_p(x, how.log_min_p)
     # max, whose indices come four times as fast as argmax on a CPU.
@@ -229,15 +232,16 @@ def _randomness(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -
     keys = row_keys([p.seed for p in params], [rows[i].position for i in drawing])
     log_min_p = np.full(len(params), -np.inf)
     np.log(np.minimum(min_p, 1.0), out=log_min_p, where=min_p > 0)
-    top_p = np.where(top_p < 1, top_p, NO_TOP_P)[truncated]
+    top_p, top_k = np.where(top_p < 1, top_p, NO_TOP_P)[truncated], top_k[truncated]
     return Randomness(
         rows=None if len(drawing) == len(rows) else _on(device, np.array(drawing)),
         keys=_on(device, keys),
         temperature=_on(device, temperature.astype(np.float32)[:, None]),
         log_min_p=_on(device, log_min_p.astype(np.float32)) if (min_p > 0).any() else None,
         truncated=_on(device, truncated) if len(truncated) else None,
-        top_k=_on(device, top_k[truncated]) if len(truncated) else None,
+        top_k=_on(device, top_k) if len(truncated) else None,
         top_p=_on(device, top_p) if len(truncated) else None,
+        is_settled=bool(((top_k > 0) & (top_k <= HEAD)).all()),
     )
 
 

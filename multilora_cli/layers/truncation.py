@@ -20,14 +20,18 @@ NO_TOP_P = 2.0
 """top_p of a row that has none: no cumulative mass reaches it, rounding included."""
 
 
-def truncate(x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def truncate(
+    x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, *, is_settled: bool = False
+) -> torch.Tensor:
     """x float32 [F, V] with everything outside top_k and top_p set to -inf.
 
-    top_k int64 [F], at most V and 0 for none; top_p float64 [F], NO_TOP_P for none.
+    top_k int64 [F], at most V and 0 for none; top_p float64 [F], NO_TOP_P for none. `is_settled`:
+    every row has a top_k, of HEAD at most, so its head tells all. Without it the host waits for
+    the device, to learn whether any row's cut lies beyond its head.
     """
     head = min(HEAD, x.shape[1])
     threshold, found = _threshold(x, top_k, top_p, head)
-    if head < x.shape[1]:
+    if head < x.shape[1] and not is_settled:
         # One look at the device: rows whose cut lies beyond the head are sorted whole.
         rest = (~found).nonzero()[:, 0]
         if len(rest):
@@ -49,8 +53,9 @@ def _threshold(
     kept = (before < top_p[:, None]).sum(-1, keepdim=True).clamp_(min=1)
     nucleus = values.gather(1, kept - 1)
     nucleus = nucleus.masked_fill(top_p[:, None] >= NO_TOP_P, -torch.inf)
-    # The cut lies in the head when not all of it is kept; NaN rows are told as found.
-    found = (kept[:, 0] < head) | (values[:, -1] < kth[:, 0]) | (top_p >= NO_TOP_P)
+    # The cut lies in the head when not all of it is kept, and at the k-th token at the latest; NaN
+    # rows are told as found.
+    found = (kept[:, 0] < head) | (values[:, -1] <= kth[:, 0]) | (top_p >= NO_TOP_P)
     found &= top_k <= head
     return torch.maximum(kth, nucleus), found | values[:, 0].isnan()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multilora_cli.engine.messages import SamplingParams
-from multilora_cli.layers import truncation
+from multilora_cli.layers import sampler, truncation
 from multilora_cli.layers.noise import log_exponential, row_keys
 from multilora_cli.layers.sampler import SamplingBatch, SamplingRow, sample, token_logprobs
 
@@ -158,6 +158,36 @@ def test_only_rows_beyond_the_head_are_sorted_whole(monkeypatch: pytest.MonkeyPa
     assert sorted_rows == [(2, 3000), (1, 3000)]
     assert abs(int(x[1].isfinite().sum()) - 2698) < 5  # 0.9 of 3,000 nearly equal tokens
     assert 100 < int(x[0].isfinite().sum()) < 250
+
+
+def test_a_top_k_within_the_head_needs_no_look_at_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host does not wait for the step's logits, even where the k-th token has many equals."""
+    x = torch.stack([torch.linspace(0, -40, 3000), torch.zeros(3000), torch.linspace(0, -1, 3000)])
+    x[2, 3:] = -0.5
+    top_p = [0.9, 0.999, 0.5]
+    whole = truncation._threshold(x, torch.tensor([20] * 3), torch.tensor(top_p).double(), 3000)[0]
+    rows = [SamplingRow(Params(top_k=20, top_p=p), [], []) for p in top_p]
+    batch = SamplingBatch.build(rows, 3000, CPU)
+    found: list[torch.Tensor] = []
+    truncate = truncation.truncate
+
+    def spy(*args: torch.Tensor, **how: bool) -> torch.Tensor:
+        found.append(truncate(*args, **how))
+        return found[-1]
+
+    def look(tensor: torch.Tensor) -> None:
+        raise AssertionError("a look at the device")
+
+    monkeypatch.setattr(sampler, "truncate", spy)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "nonzero", look)
+        sample(x, batch)
+    assert (found[0].isfinite() == (x >= whole)).all()
+    for other in (Params(top_p=0.9), Params(top_k=2000)):
+        mixed = SamplingBatch.build([rows[0], SamplingRow(other, [], [])], 3000, CPU)
+        assert mixed.randomness is not None and not mixed.randomness.is_settled
 
 
 def random_params(rng: random.Random) -> Params:
