@@ -61,8 +61,12 @@ class GraphMemory:
     def record(self, work: Callable[[], None]) -> Captured:
         """Capture `work`."""
         graph = torch.cuda.CUDAGraph()
-        # Loader threads may use the device meanwhile: only this thread's calls are watched.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Loader threads may use the device meanwhile: only this thread's calls are watched. The
+        # outer block leads back to this stream where a capture fails: torch's own does not.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             work()
         return graph
 
@@ -85,7 +89,7 @@ class DecodeGraphs:
         self._ranks = graph_ranks(max_rank)
         # By rows, rank (0 without adapters) and whether adapters with extras are served.
         self._graphs: dict[tuple[int, int, bool], Captured] = {}
-        self._record: Record | None = None
+        self._record: Record | None = None  # None: before the start, and once a capture failed
         device = builder.pool.device
         most = self._row_counts[-1]
         columns = table_columns(max_context)
@@ -114,6 +118,7 @@ class DecodeGraphs:
             len(rows) <= self._row_counts[-1]
             and rows[-1].length == 1
             and not any(row.sequence.wants_prompt_logprobs for row in rows)
+            and (self._record is not None or self._key(self._slots(rows)) in self._graphs)
         )
 
     def capture(self, memory: GraphMemory, progress: Progress) -> None:
@@ -146,13 +151,19 @@ class DecodeGraphs:
 
     def _record_extras(self, rows: int, rank: int) -> None:
         """Capture a step for adapters with extras (DoRA, biases, embedding, head) when the first
-        one needs it: few fleets ever do, and it takes 0.1 s."""
-        assert self._record is not None
+        one needs it: few fleets ever do, and it takes 0.1 s.
+
+        Where that fails, for want of memory say, no other is captured: what has no graph is
+        launched eagerly from then on.
+        """
+        record, self._record = self._record, None
+        assert record is not None
         # What the step before left would be computed again, and written to pages since given away.
         self._inputs.zero_()
         self._warm_up(rows, rank, extras=True)
         step = partial(self._run, rows, with_adapters=True)
-        self._graphs[rows, rank, True] = self._record(step)
+        self._graphs[rows, rank, True] = record(step)
+        self._record = record
 
     @torch.inference_mode()
     def _warm_up(self, rows: int, rank: int, *, extras: bool = False) -> None:
@@ -189,21 +200,31 @@ class DecodeGraphs:
 
     def run(self, rows: Sequence[ScheduledRow]) -> CapturedStep:
         """Launch the step of `rows`; what it leaves is valid until the next one."""
-        count = len(rows)
-        padded = next(size for size in self._row_counts if size >= count)
-        slots = np.zeros(padded, dtype=np.int32)
-        slots[:count] = [row.sequence.slot for row in rows]
-        table, rank, extras = self._builder.table, 0, False
-        if slots.any():
-            rank = graph_rank(self._ranks, table.highest_rank(slots))
-            extras = bool(table.has_extras[slots].any())
-            if extras and (padded, rank, True) not in self._graphs:
+        slots = self._slots(rows)
+        key = padded, rank, _ = self._key(slots)
+        if rank:
+            if key not in self._graphs:
                 self._record_extras(padded, rank)
             self._builder.segments.build(slots)
         inputs = self._host_inputs(rows, padded)
         self._staging.upload(self._inputs[: len(inputs)], inputs)
-        self._graphs[padded, rank, extras].replay()
+        self._graphs[key].replay()
+        count = len(rows)
         return CapturedStep(self._logits[:count], self._tokens[:count], self._told[:count])
+
+    def _slots(self, rows: Sequence[ScheduledRow]) -> npt.NDArray[np.int32]:
+        """The slot of every row of the smallest step that has room; 0 for spare ones."""
+        slots = np.zeros(next(size for size in self._row_counts if size >= len(rows)), np.int32)
+        slots[: len(rows)] = [row.sequence.slot for row in rows]
+        return slots
+
+    def _key(self, slots: npt.NDArray[np.int32]) -> tuple[int, int, bool]:
+        """Which graph runs rows of these slots."""
+        if not slots.any():
+            return len(slots), 0, False
+        table = self._builder.table
+        rank = graph_rank(self._ranks, table.highest_rank(slots))
+        return len(slots), rank, bool(table.has_extras[slots].any())
 
     def _host_inputs(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:
         """The fields of all rows, then their page table."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.engine_kit import Answer, Rig, adapter_ref
-from tests.engine.test_decode_graphs import with_graphs
+from tests.engine.test_decode_graphs import Repeated, with_graphs
 from tests.models import tiny
 from tests.models.harness import random_prompts
 from tests.models.peft_adapters import ALL, make_adapters, peft_logits
@@ -116,6 +116,30 @@ def test_recorded_decode_steps(case: Case) -> None:
     rig.run()
     assert len(recorded) > at_start and all(work.replays for work in recorded[at_start:])
     check_decoding(rig, Rig(case.base, pages=900, page=PAGE), case)
+
+
+def test_a_step_that_cannot_be_recorded_while_serving_runs_eagerly(case: Case) -> None:
+    """No room for one more captured step: no request fails for it, and none is tried again."""
+    rig = Rig(case.base, pages=900, page=PAGE)
+    with_graphs(rig, (1, 2, 4))
+    graphs = rig.engine.parts.runner._graphs
+    tried: list[object] = []
+
+    def no_room(work: object) -> Repeated:
+        tried.append(work)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs._record = no_room
+    plain = sum(work.replays for work in graphs._graphs.values())
+    requests = [
+        rig.submit(case.prompt[: 4 + i], case.adapters[which], max_tokens=9)
+        for i, which in enumerate((0, 2, 6))
+    ]
+    rig.run()
+    assert [rig.answer(request).finish for request in requests] == ["length"] * 3
+    assert len(tried) == 1
+    rig.ask(case.prompt, case.adapters[1], max_tokens=5)
+    assert sum(work.replays for work in graphs._graphs.values()) > plain, "others have theirs"
 
 
 @pytest.mark.gpu
