@@ -72,16 +72,26 @@ def test_a_resumed_answer_goes_on_by_a_chunk_of_one_token(fleet: SignatureFleet)
     assert rig.answer(request).tokens == list(range(4, 64))
 
 
-def test_one_adapter_leaves_for_one_that_comes(fleet: SignatureFleet) -> None:
+@pytest.mark.parametrize("coming", [1, 4])
+def test_one_adapter_leaves_for_one_that_comes(fleet: SignatureFleet, coming: int) -> None:
     """Its slot, like its pages, is free once the step under way has ended: until then no other
-    has to leave."""
+    has to leave. Several that come do not wait for one another."""
     rig = Rig(fleet.base, num_slots=9, prefix_caching=False)
     for k in range(20, 28):
         rig.ask([k], fleet.adapter(k), max_tokens=1)
+    for k in range(40, 40 + coming):
+        loaded = rig.load(fleet.adapter(k))
+        for _ in rig.steps_until(loaded):
+            pass
     running = rig.submit([3], max_tokens=80)
     for _ in range(5):
         rig.step()
     assert rig.engine._under_way
-    assert rig.ask([5], fleet.adapter(40), max_tokens=3).tokens == [41] * 3
-    assert rig.counters()["adapter_evictions"] == 1
+    requests = [rig.submit([5], fleet.adapter(k), max_tokens=3) for k in range(40, 40 + coming)]
+    for _ in range(6):
+        rig.step()
+    for k, request in enumerate(requests):
+        assert rig.answer(request).tokens == [41 + k] * 3
+    assert rig.counters()["adapter_evictions"] == coming
+    rig.run()
     assert rig.answer(running).tokens == list(range(4, 84))
