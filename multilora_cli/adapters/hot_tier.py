@@ -67,7 +67,9 @@ class HotTier:
         self._free_slots = list(range(num_slots - 1, 0, -1))
         self._fenced_slots: FenceQueue[int] = FenceQueue(pool.clock)
         self._changed = False
-        self._claimed = 0  # slots on their way that somebody waits for, since the last flush
+        # On their way to those who came earlier, since the last flush.
+        self._claimed_slots = 0
+        self._claimed_pages = 0
 
     @property
     def page_limit(self) -> int:
@@ -87,20 +89,25 @@ class HotTier:
         """
         if not self._slot_comes(plan) and idle.cheapest(order) is None:
             return False
-        if not self._evictor.make_room(plan.num_pages, PageUse.ADAPTER, order):
+        pages = plan.num_pages + self._claimed_pages
+        if not self._evictor.make_room(pages, PageUse.ADAPTER, order):
+            if not self.pages_short(plan):
+                self._claim(plan)
             return False
         while not self._slot_comes(plan) and idle.cheapest(order) is not None:
             idle.evict_cheapest(order)
         if self._has_slot_for(plan):
             return True
-        self._claimed += self._slot_comes(plan)
+        if self._slot_comes(plan):
+            self._claim(plan)
         return False
 
     def pages_short(self, plan: ImagePlan) -> int:
         """Pages that would have to be given back for `plan`, beside those on their way."""
+        pages = plan.num_pages + self._claimed_pages
         free = self._pool.available(PageUse.KV)
-        over = self._pool.count(PageUse.ADAPTER) + plan.num_pages - self.page_limit
-        return max(plan.num_pages - free, over, 0)
+        over = self._pool.count(PageUse.ADAPTER) + pages - self.page_limit
+        return max(pages - free, over, 0)
 
     def room_comes(self, plan: ImagePlan) -> bool:
         """Whether `plan` has a slot and pages now, or once the steps under way have ended."""
@@ -137,7 +144,7 @@ class HotTier:
 
     def flush(self) -> None:
         """Bring the table to the device; between steps only."""
-        self._claimed = 0
+        self._claimed_slots = self._claimed_pages = 0
         if self._changed:
             self._table.flush()
             self._changed = False
@@ -161,4 +168,9 @@ class HotTier:
     def _slot_comes(self, plan: ImagePlan) -> bool:
         """The same, slots on their way included that nobody who came earlier waits for."""
         slots = len(self._free_slots) + len(self._fenced_slots)
-        return slots > self._claimed and self._table.can_hold(plan)
+        return slots > self._claimed_slots and self._table.can_hold(plan)
+
+    def _claim(self, plan: ImagePlan) -> None:
+        """Room for `plan` is on its way: who comes later has to have room beside it."""
+        self._claimed_slots += 1
+        self._claimed_pages += plan.num_pages

@@ -336,3 +336,24 @@ def test_bookkeeping_needs_no_torch() -> None:
         " sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pages_that_come_when_a_step_ends_are_not_promised_twice() -> None:
+    """Two adapters need the room of one each: both wait for the step under way, no third leaves,
+    and neither waits for the other."""
+    books = Books(num_pages=17, num_slots=9, host_pages=40, kv_reserve=0.0)
+    versions = [FakeVersion(f"w{i}", 4) for i in range(6)]
+    for order, version in enumerate(versions[:4]):
+        lease = books.residency.lease(version, order)
+        settle(books)
+        assert books.residency.acquire(lease) is not None
+        books.residency.release(lease)
+    step = books.clock.launch()
+    leases = [books.residency.lease(version, 10 + i) for i, version in enumerate(versions[4:])]
+    for _ in range(4):
+        settle(books)
+    assert books.residency.evictions == 2
+    books.clock.complete(step)
+    books.residency.poll()
+    assert [books.residency.acquire(lease) is not None for lease in leases] == [True, True]
+    assert books.residency.evictions == 2
