@@ -102,7 +102,7 @@ class ChatSession:
             return ["conversation forgotten"]
         if word == "/help":
             return list(COMMANDS.values())
-        near = difflib.get_close_matches(word, COMMANDS, n=1)
+        near = difflib.get_close_matches(word, COMMANDS, n=1, cutoff=0.65)
         raise BadInput(
             f"unknown command {word}" + (f"; did you mean {near[0]}?" if near else ""),
             hint="/help lists the commands",

@@ -92,7 +92,7 @@ def find_gpu(name: str) -> Gpu:
     for gpu in GPUS:
         if gpu.key == key:
             return gpu
-    near = difflib.get_close_matches(key, [gpu.key for gpu in GPUS], n=1, cutoff=0.3)
+    near = difflib.get_close_matches(key, [gpu.key for gpu in GPUS], n=1, cutoff=0.6)
     known = ", ".join(gpu.key for gpu in GPUS)
     raise BadInput(
         f"--gpu {name}: not a known card" + (f"; did you mean {near[0]}?" if near else ""),

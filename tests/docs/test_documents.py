@@ -44,6 +44,11 @@ def test_every_command_in_the_documents_exists() -> None:
         assert re.search(rf"^│ {command} ", help_text, re.MULTILINE), command
 
 
+def test_the_tour_loads_a_folder_that_a_clone_has() -> None:
+    (path,) = re.findall(r'"lora_path": "([^"]+)"', README)
+    assert (REPOSITORY / path / "adapter_config.json").is_file()
+
+
 def test_the_example_fleets_load(tmp_path: Path) -> None:
     fleet = load_fleet(REPOSITORY / "fleet.example.yaml").fleet
     assert fleet.base.model == "demo:base"

@@ -84,6 +84,9 @@ def test_cards_in_any_spelling(name: str) -> None:
 def test_unknown_card_names_the_nearest() -> None:
     with pytest.raises(BadInput, match="did you mean rtx-4090"):
         find_gpu("rtx-4099")
+    with pytest.raises(BadInput) as caught:  # nothing is near: no guess
+        find_gpu("nope")
+    assert "did you mean" not in caught.value.message and "rtx-4090" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
