@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from multilora_cli.engine.batch_plan import ScheduledBatch
 from tests.engine.conftest import SignatureFleet
 from tests.engine.engine_kit import Rig
 
@@ -59,3 +60,30 @@ def test_workspace_stays_within_the_plan(fleet: SignatureFleet) -> None:
     rig.run()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= rig.engine.parts.ready.planned["workspace"]
+
+
+def test_a_launch_waits_for_nothing(fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step ahead only while no launch looks at the device: prompts, penalties, top_k, several
+    answers and log-probabilities do not."""
+    rig = Rig(fleet.base, device="cuda:0", max_num_batched_tokens=96)
+    rig.ask(PROMPT, fleet.adapter(20))  # what is allocated and compiled once
+    runner = rig.engine.parts.runner
+    launch = runner.launch
+
+    def watched(batch: ScheduledBatch) -> object:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(runner, "launch", watched)
+    drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5}
+    requests = [
+        rig.submit(PROMPT, fleet.adapter(150), max_tokens=20),
+        rig.submit([3] * 20, n=3, max_tokens=20, **drawn),
+        rig.submit([4], presence_penalty=0.5, repetition_penalty=1.2, max_tokens=20),
+        rig.submit([5] * 20, prompt_logprobs=1, logprobs=2, max_tokens=20, logit_bias={7: 1.0}),
+    ]
+    rig.run()
+    assert [rig.answer(request).fault for request in requests] == [None] * 4
