@@ -72,7 +72,7 @@ async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
 
 
 def _summary(found: dict[str, Any]) -> str:
-    """`1,200 requests: 87.5% with a hot adapter, 3 cold starts; TTFT p95 hot 8 ms, ...`."""
+    """`1,200 requests: 87.5% with a hot adapter, cold starts: 3; TTFT p95 hot 8 ms, ...`."""
     requests = int(found.get("requests") or 0)
     if not requests:
         return "no request with an adapter yet"
@@ -83,7 +83,7 @@ def _summary(found: dict[str, Any]) -> str:
     ]
     return (
         f"{requests:,} requests: {found['hit_ratio']:.1%} with a hot adapter,"
-        f" {found['cold_starts']:,} cold starts; TTFT p95 " + ", ".join(waits)
+        f" cold starts: {found['cold_starts']:,}; TTFT p95 " + ", ".join(waits)
     )
 
 
