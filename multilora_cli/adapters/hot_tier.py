@@ -1,11 +1,12 @@
 """Where hot adapters lie: their slot in the table, their pages in the pool, copies on the way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from multilora_cli.memory.eviction import EvictionSource, Evictor
-from multilora_cli.memory.fences import FenceQueue
+from multilora_cli.memory.fences import FenceQueue, StepClock
 from multilora_cli.memory.page_pool import IntegrityError, PagePool, PageUse
 from multilora_kernels.layout import ImagePlan
 
@@ -67,9 +68,6 @@ class HotTier:
         self._free_slots = list(range(num_slots - 1, 0, -1))
         self._fenced_slots: FenceQueue[int] = FenceQueue(pool.clock)
         self._changed = False
-        # On their way to those who came earlier, since the last flush.
-        self._claimed_slots = 0
-        self._claimed_pages = 0
 
     @property
     def page_limit(self) -> int:
@@ -84,51 +82,43 @@ class HotTier:
     def make_room(self, plan: ImagePlan, order: int, idle: EvictionSource) -> bool:
         """Evict until `plan` has a slot and pages; False: not now, and nothing left in vain.
 
-        What was given back while a step runs is on its way until that step has ended, and nobody
-        else leaves for it.
+        What was given back while a step runs counts: `start` waits until that step has ended.
         """
-        if not self._slot_comes(plan) and idle.cheapest(order) is None:
+        if not self._slot_for(plan) and idle.cheapest(order) is None:
             return False
-        pages = plan.num_pages + self._claimed_pages
-        if not self._evictor.make_room(pages, PageUse.ADAPTER, order):
-            if not self.pages_short(plan):
-                self._claim(plan)
+        self._evictor.make_room(plan.num_pages, PageUse.ADAPTER, order)
+        if self.pages_short(plan):
             return False
-        while not self._slot_comes(plan) and idle.cheapest(order) is not None:
+        while not self._slot_for(plan) and idle.cheapest(order) is not None:
             idle.evict_cheapest(order)
-        if self._has_slot_for(plan):
-            return True
-        if self._slot_comes(plan):
-            self._claim(plan)
-        return False
+        return self._slot_for(plan)
 
     def pages_short(self, plan: ImagePlan) -> int:
-        """Pages that would have to be given back for `plan`, beside those on their way."""
-        pages = plan.num_pages + self._claimed_pages
+        """Pages that would have to be given back for `plan`."""
         free = self._pool.available(PageUse.KV)
-        over = self._pool.count(PageUse.ADAPTER) + pages - self.page_limit
-        return max(pages - free, over, 0)
+        over = self._pool.count(PageUse.ADAPTER) + plan.num_pages - self.page_limit
+        return max(plan.num_pages - free, over, 0)
 
-    def room_comes(self, plan: ImagePlan) -> bool:
-        """Whether `plan` has a slot and pages now, or once the steps under way have ended."""
-        return self._slot_comes(plan) and not self.pages_short(plan)
-
-    def has_room(self, image: Image | None) -> bool:
-        """Whether `image`, if there is one, has a slot and pages now."""
-        if image is None or not self.room_comes(image.plan):
-            return False
-        free = self._pool.available(PageUse.ADAPTER)
-        return self._has_slot_for(image.plan) and free >= image.plan.num_pages
+    def has_room(self, plan: ImagePlan) -> bool:
+        """Whether `plan` has a slot and pages."""
+        return self._slot_for(plan) and not self.pages_short(plan)
 
     def fits_table(self, plan: ImagePlan) -> bool:
         """Whether the table has entries left for `plan`."""
         return self._table.can_hold(plan)
 
     def start(self, image: Image) -> Placement:
-        """Take what `make_room` found and start the copy."""
-        slot = self._free_slots.pop()
-        pages = self._pool.allocate(image.plan.num_pages, PageUse.ADAPTER)
-        return Placement(slot, pages, image.plan, self._copier.start(image, pages))
+        """Take what `make_room` found and start the copy, now or once the steps under way, which
+        may still read what was there, have ended. Taken at once, or growing sequences would take
+        it first, step after step."""
+        self._free_slots += self._fenced_slots.take_past()
+        count = image.plan.num_pages
+        is_free = bool(self._free_slots) and self._pool.available(PageUse.ADAPTER) >= count
+        slot = self._free_slots.pop() if self._free_slots else self._fenced_slots.take_oldest(1)[0]
+        pages = self._pool.allocate(count, PageUse.ADAPTER, fenced=True)
+        begin = partial(self._copier.start, image, pages)
+        copy = begin() if is_free else _LateCopy(self._pool.clock, begin)
+        return Placement(slot, pages, image.plan, copy)
 
     def enter(self, placement: Placement) -> None:
         """The copy is done: the slot stands for the adapter from the next step on."""
@@ -144,7 +134,6 @@ class HotTier:
 
     def flush(self) -> None:
         """Bring the table to the device; between steps only."""
-        self._claimed_slots = self._claimed_pages = 0
         if self._changed:
             self._table.flush()
             self._changed = False
@@ -160,17 +149,23 @@ class HotTier:
         if any(self._pool.use(page) is not PageUse.ADAPTER for page in pages):
             raise IntegrityError("an adapter holds a page that is not its own")
 
-    def _has_slot_for(self, plan: ImagePlan) -> bool:
-        """Whether a slot, and entries of the table, are free for `plan`."""
-        self._free_slots += self._fenced_slots.take_past()
-        return bool(self._free_slots) and self._table.can_hold(plan)
-
-    def _slot_comes(self, plan: ImagePlan) -> bool:
-        """The same, slots on their way included that nobody who came earlier waits for."""
+    def _slot_for(self, plan: ImagePlan) -> bool:
+        """Whether a slot, fenced or not, and entries of the table are free for `plan`."""
         slots = len(self._free_slots) + len(self._fenced_slots)
-        return slots > self._claimed_slots and self._table.can_hold(plan)
+        return slots > 0 and self._table.can_hold(plan)
 
-    def _claim(self, plan: ImagePlan) -> None:
-        """Room for `plan` is on its way: who comes later has to have room beside it."""
-        self._claimed_slots += 1
-        self._claimed_pages += plan.num_pages
+
+class _LateCopy:
+    """A copy that begins when the steps launched before it have ended."""
+
+    def __init__(self, clock: StepClock, begin: Callable[[], Copy]) -> None:
+        self._clock = clock
+        self._behind = clock.launched
+        self._begin = begin
+        self._copy: Copy | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended; begins it when it can."""
+        if self._copy is None and self._clock.completed >= self._behind:
+            self._copy = self._begin()
+        return self._copy is not None and self._copy.done()

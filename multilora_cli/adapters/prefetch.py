@@ -74,15 +74,15 @@ class Prefetch:
         placed: Mapping[str, Entry],
         evict: Callable[[Entry], None],
     ) -> bool:
-        """Whether there will be room on the device for `entry`, whose image is held, once the steps
-        under way have ended; adapters that are used much less leave for it."""
+        """Whether there is room on the device for `entry`, whose image is held; adapters that are
+        used much less leave for it."""
         if entry.image is None:
             return False
         plan = entry.image.plan
-        if not hot.room_comes(plan):
+        if not hot.has_room(plan):
             for victim in self._victims(entry, placed.values(), hot.pages_short(plan)):
                 evict(victim)
-        return hot.room_comes(plan)
+        return hot.has_room(plan)
 
     def _victims(self, entry: Entry, placed: Iterable[Entry], pages: int) -> list[Entry]:
         """Idle adapters used less than half as much that have `pages` pages together, at least

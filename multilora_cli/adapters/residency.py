@@ -267,15 +267,12 @@ class Residency:
                     self.prefetch.loading(num_bytes)
                     return
                 continue
-            room = self.prefetch.make_room(entry, self._hot, self._placed, self._evict_idle)
-            if room and self._hot.has_room(entry.image):
+            if self.prefetch.make_room(entry, self._hot, self._placed, self._evict_idle):
                 self._place(entry)
                 self._pending.add(entry)
                 self.prefetch.copied(entry, self._warm.nbytes(entry.digest))
                 return
             self._holds.release(entry)
-            if room:
-                return  # it is on its way: the next look finds it
         self.prefetch.settle()
 
     def busy(self) -> bool:

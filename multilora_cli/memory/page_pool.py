@@ -87,9 +87,12 @@ class PagePool:
         fenced = len(self._fenced) if use is PageUse.KV else 0
         return len(self._free) + fenced
 
-    def allocate(self, count: int, use: PageUse) -> list[int]:
-        """Take `count` pages for `use`. Raises OutOfPages and takes nothing when too few are."""
-        available = self.available(use)
+    def allocate(self, count: int, use: PageUse, *, fenced: bool = False) -> list[int]:
+        """Take `count` pages for `use`. Raises OutOfPages and takes nothing when too few are.
+
+        `fenced`: fenced ones too, for a writer who waits until what is launched so far has ended.
+        """
+        available = self.available(PageUse.KV if fenced else use)
         if count > available:
             raise OutOfPages(f"{count} pages asked for {use.name}, {available} available")
         from_free = min(count, len(self._free))

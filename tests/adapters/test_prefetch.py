@@ -199,8 +199,9 @@ def test_room_that_comes_when_a_step_ends_is_waited_for() -> None:
     evicted = books.residency.evictions
     step = books.clock.launch()
     idle(books)
-    assert state_of(books, A) is State.WARM
-    assert books.residency.evictions == evicted + 1, "B needs what A waits for"
+    assert state_of(books, A) is State.COPYING
+    assert not books.copier.content.keys() & set(books.residency._placed[A.digest].placement.pages)
+    assert books.residency.evictions == evicted + 1, "B is not worth it"
     books.clock.complete(step)
     idle(books)
     assert state_of(books, A) is State.HOT

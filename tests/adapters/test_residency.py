@@ -353,7 +353,32 @@ def test_pages_that_come_when_a_step_ends_are_not_promised_twice() -> None:
     for _ in range(4):
         settle(books)
     assert books.residency.evictions == 2
+    assert not books.evictor.make_room(9, PageUse.KV), "no other takes what was made room for"
+    assert books.pool.available(PageUse.KV) == 0
     books.clock.complete(step)
     books.residency.poll()
     assert [books.residency.acquire(lease) is not None for lease in leases] == [True, True]
     assert books.residency.evictions == 2
+
+
+def test_sequences_that_grow_in_every_step_do_not_take_what_an_adapter_waits_for() -> None:
+    """One step ahead, in a full pool: what leaves for it is fenced, and each step needs a page."""
+    books = Books(num_pages=41, num_slots=64, host_pages=100, kv_reserve=0.0)
+    for order in range(40):
+        lease = books.residency.lease(FakeVersion(f"w{order}", 1), order)
+        settle(books)
+        assert books.residency.acquire(lease) is not None
+        books.residency.release(lease)
+    lease = books.residency.lease(FakeVersion("coming", 4), 99)
+    under_way = books.clock.launch()
+    for _ in range(6):
+        settle(books)
+        if books.residency.acquire(lease) is not None:
+            break
+        assert books.evictor.make_room(1, PageUse.KV)
+        books.pool.allocate(1, PageUse.KV)
+        under_way, ended = books.clock.launch(), under_way
+        books.clock.complete(ended)
+    else:
+        raise AssertionError("it never came")
+    books.residency.check_integrity()
