@@ -93,6 +93,24 @@ def byte_tokenizer(folder: Path, *, template: str | None = TEMPLATE, add_bos: bo
     return folder
 
 
+def own_tokenizer(folder: Path, *, template: str | None = "own:{{ messages[-1].content }}") -> Path:
+    """The byte tokenizer with a and b in each other's place, one more token in a spare row, and
+    `<end>` as its end."""
+    byte_tokenizer(folder, template=template, add_bos=False)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["<0x61>"], vocab["<0x62>"] = vocab["<0x62>"], vocab["<0x61>"]
+    del vocab[f"<u{VOCAB - 1}>"]
+    tokenizer["added_tokens"].append(
+        tokenizer["added_tokens"][0] | {"id": VOCAB - 1, "content": "<note>"}
+    )
+    path.write_text(json.dumps(tokenizer))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": "<end>"}))
+    return folder
+
+
 def tiny_geometry(folder: Path) -> "ModelGeometry":
     """A two-layer Llama of 32 channels, from a config.json written into `folder`."""
     from multilora_cli.sizing.geometry import read_geometry
@@ -131,9 +149,11 @@ def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, **config: Any) 
 def tiny_registry(folder: Path, names: tuple[str, ...] = ("upper", "acme/legal")) -> "Registry":
     """The real registry over adapters written below `folder`, which is also its root."""
     from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+    from multilora_cli.text.adapter_text import TextChecker
 
     geometry = tiny_geometry(folder / "base")
-    registry = Registry(ServedBase(geometry, "demo"), relative_to=folder, roots=[folder])
+    served = ServedBase(geometry, "demo", check_text=TextChecker(VOCAB))
+    registry = Registry(served, relative_to=folder, roots=[folder])
     for seed, name in enumerate(names):
         path = write_adapter(folder / "adapters" / name.replace("/", "-"), seed=seed)
         registry.register(AdapterRequest(name, str(path)))

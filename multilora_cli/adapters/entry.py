@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ Outcome = Literal["added", "replaced", "unchanged"]
 # fleet: the file names it; api: an operator loaded it from a folder; pattern: a request asked for
 # it, and a pattern of the file says where such names are.
 Via = Literal["fleet", "api", "pattern"]
+Owner = Literal["base", "adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,24 @@ class AdapterRequest:
     digest: str | None = None  # sha256 hex or sha256:hex; anything else is refused
     ttl: float | None = None  # seconds; back to cold, unpinned, when unused that long
     via: Via = "fleet"
+    tokenizer: Owner | None = None  # whose files make tokens and text; None: the base's
+    chat_template: Owner | None = None  # None: whose the tokenizer is
+
+    @property
+    def uses_own_tokenizer(self) -> bool:
+        """Whether its text becomes tokens, and tokens text, by the adapter's own files."""
+        return self.tokenizer == "adapter"
+
+    @property
+    def uses_own_template(self) -> bool:
+        """Whether its conversations are rendered by the adapter's own template."""
+        return (self.chat_template or self.tokenizer) == "adapter"
 
     def fingerprint(self) -> str:
         """The same for two requests that ask for the same, under whatever name (sha256:hex)."""
-        fields = (self.source, self.pin, self.priority, self.digest, self.ttl)
+        fields: list[object] = [self.source, self.pin, self.priority, self.digest, self.ttl]
+        if self.uses_own_tokenizer or self.uses_own_template:
+            fields += [self.uses_own_tokenizer, self.uses_own_template]
         return f"sha256:{hashlib.sha256(json.dumps(fields).encode()).hexdigest()}"
 
 
@@ -46,6 +62,7 @@ class AdapterEntry:
     registered_at: float
     files: tuple[tuple[int, int, int, int, int], ...] = ()  # FileIdentity.key of each file
     digest: str | None = None  # sha256 hex; None until it is first needed
+    text: str | None = None  # sha256 hex of its own tokenizer and template; None: the base's
     rank: int = 0  # the largest of any module
     modules: tuple[str, ...] = ()
     num_bound: int = 0  # adapted (layer, module) pairs
@@ -107,12 +124,24 @@ class ServedBase:
     itemsize: int = 2  # bytes per weight in the compute dtype
     folder: Path | None = None  # its files, to compare copies that PEFT put into an adapter
     model: str | None = None  # Hub id or folder, to note adapters that name another base
+    check_text: Callable[[Path, AdapterRequest], str] | None = None  # text.adapter_text.TextChecker
 
     def surveyor(self, memory: Path | None) -> Surveyor:
         """What reads headers of adapters for this base; `memory` as for Surveyor."""
         return Surveyor(
             self.geometry, max_rank=self.max_rank, base_folder=self.folder, memory=memory
         )
+
+    def text_of(self, request: AdapterRequest, folder: Path) -> str | None:
+        """The digest of its own text, None where the base's is used. Raises AdapterError."""
+        if not (request.uses_own_tokenizer or request.uses_own_template):
+            return None
+        if self.check_text is None:  # nothing here makes text, as in speed tests of the engine
+            raise AdapterError(
+                f"adapter {request.name}: tokenizer and chat_template must be the base's here",
+                reason="tokenizer",
+            )
+        return self.check_text(folder, request)
 
     def notes_on(self, made_for: str | None) -> tuple[str, ...]:
         """A warning where the adapter names another base than this one."""

@@ -324,7 +324,8 @@ class Registry:
             if previous is not None and previous.state == "ready":
                 digest = digest or files_digest(adapter.files)
                 moved = replacing and previous.path != str(adapter.folder)
-                if digest == self._digest_of(previous) and not moved:
+                kept = self._base.text_of(request, adapter.folder) == previous.text and not moved
+                if kept and digest == self._digest_of(previous):
                     same = self.get(request.name) or previous
                     return Candidate(replace(same, request=request), previous, "unchanged")
                 if not replacing:
@@ -362,7 +363,8 @@ class Registry:
     ) -> AdapterEntry:
         """What was read; the generation stays where `same_as` is the same file version."""
         shape, files = adapter.shape, adapter.keys
-        if same_as is not None and same_as.files == files:
+        text = self._base.text_of(request, adapter.folder)
+        if same_as is not None and (same_as.files, same_as.text) == (files, text):
             generation = same_as.generation
         else:
             with self._lock:
@@ -375,6 +377,7 @@ class Registry:
             registered_at=time.time(),
             files=files,
             digest=digest,
+            text=text,
             rank=shape.max_rank,
             modules=shape.modules,
             num_bound=shape.num_bound,

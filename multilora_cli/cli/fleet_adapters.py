@@ -11,7 +11,9 @@ from multilora_cli.errors import BadInput, MloraError
 from multilora_cli.fleet.expand import expand_adapters
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.schema import Adapter
+from multilora_cli.server.changes import request_of
 from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.text.adapter_text import TextChecker
 
 _T = TypeVar("_T")
 
@@ -29,6 +31,7 @@ def read_fleet_adapters(
     """
     adapters = _chosen(expand_adapters(loaded), only)
     store = open_store(loaded, adapters)
+    check_text = TextChecker(geometry.vocab_size)
     try:
         for adapter in adapters:
             try:
@@ -40,6 +43,8 @@ def read_fleet_adapters(
                     store=store,
                     digest=adapter.digest,
                 )
+                if adapter.uses_own_text:
+                    check_text(folder, request_of(adapter))
                 found = read(folder)
             except MloraError as error:
                 yield adapter, error

@@ -40,7 +40,9 @@ def fleet_body(loaded: "LoadedFleet") -> dict[str, Any]:
         declared_settings,
     )
 
-    fields = {"name", "source", "pin", "ttl", "priority", "digest"}
+    fields = {
+        "name", "source", "pin", "ttl", "priority", "digest", "tokenizer", "chat_template",
+    }  # fmt: skip
     return {
         "settings": declared_settings(loaded),
         "adapters": [a.model_dump(mode="json", include=fields) for a in declared_adapters(loaded)],

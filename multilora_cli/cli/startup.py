@@ -43,6 +43,7 @@ from multilora_cli.server.config import ServerConfig
 from multilora_cli.sizing.budget import num_slots
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.hardware import local_card
+from multilora_cli.text.adapter_text import TextChecker
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def _registry(
         itemsize=compute_itemsize(loaded, has_card=_has_card(loaded)),
         folder=folder,
         model=fleet.base.model,
+        check_text=TextChecker(geometry.vocab_size),
     )
     return Registry(
         base,

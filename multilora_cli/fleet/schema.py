@@ -155,9 +155,20 @@ class Adapter(_Part):
     pin: Literal["hot", "warm"] | None = None
     ttl: Duration | None = Field(default=None, description="back to cold when unused that long")
     priority: int = Field(default=0, ge=-1000, le=1000, description="evicted later when higher")
-    chat_template: Literal["base", "adapter"] = "base"
-    tokenizer: Literal["base", "adapter"] = "base"
+    chat_template: Literal["base", "adapter"] | None = Field(
+        default=None, description="whose chat template; default: whose the tokenizer is"
+    )
+    tokenizer: Literal["base", "adapter"] | None = Field(
+        default=None,
+        description="adapter: tokenizer.json and tokenizer_config.json of its own folder;"
+        " default: base",
+    )
     digest: Digest | None = Field(default=None, description="refuse anything else")
+
+    @property
+    def uses_own_text(self) -> bool:
+        """Whether tokenizer or chat template are the adapter's own."""
+        return "adapter" in (self.tokenizer, self.chat_template)
 
 
 class AdapterFolder(_Part):

@@ -36,6 +36,8 @@ class StateAdapter(_Part):
     ttl: float | None = Field(default=None, gt=0)
     priority: int = 0
     digest: Digest | None = None
+    tokenizer: Literal["base", "adapter"] | None = None
+    chat_template: Literal["base", "adapter"] | None = None
 
 
 class Change(_Part):

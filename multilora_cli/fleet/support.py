@@ -6,6 +6,8 @@ from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.schema import Adapter
 
+_REMOTE = ("hf://", "s3://")
+
 
 def check_served(loaded: LoadedFleet) -> None:
     """Raise FleetError naming every key that has no effect yet when serving."""
@@ -23,7 +25,16 @@ def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
 
 
 def _entry(entry: Adapter) -> Iterator[tuple[str, str]]:
-    if entry.chat_template != "base":
-        yield "chat_template", "the base's template is used"
-    if entry.tokenizer != "base":
-        yield "tokenizer", "the base's tokenizer is used"
+    if not entry.uses_own_text:
+        return
+    field = "tokenizer" if entry.tokenizer == "adapter" else "chat_template"
+    if entry.source.startswith(_REMOTE):
+        yield (
+            field,
+            (
+                "of a remote adapter only config and weights are fetched; copy it to a folder,"
+                " or use the base's"
+            ),
+        )
+    if entry.digest is not None:
+        yield "digest", f"it does not cover the files of {field}: adapter; leave one of them out"

@@ -53,22 +53,21 @@ class Adapters:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()
         self.on_unload: list[Callable[[str], None]] = []
+        self.on_retired: list[Callable[[], None]] = []  # a version is served no more
 
     def close(self) -> None:
         """Start nothing more."""
         for task in self._tasks:
             task.cancel()
 
-    async def resolve(self, name: str | None) -> AdapterRef | None:
+    async def resolve(self, name: str) -> AdapterEntry:
         """The version a request is served with. Raises RequestError 404, never the base."""
-        if name is None:
-            return None
         entry = await self.names.find(name)
         self.names.touch(name)
         if entry.digest is not None and entry.state == "ready":
-            return ref_of(entry)
+            return entry
         try:
-            return ref_of(await self.in_thread(lambda: self.registry.with_digest(name)))
+            return await self.in_thread(lambda: self.registry.with_digest(name))
         except (AdapterError, AdapterUnavailable) as error:
             raise unavailable("adapter_unavailable", f"adapter {name}: {error.message}") from None
 
@@ -118,6 +117,12 @@ class Adapters:
         self.names.forget(name)
         for forget in self.on_unload:
             forget(name)
+        self.retired()
+
+    def retired(self) -> None:
+        """Some version may be served no more: what was kept for it goes."""
+        for told in self.on_retired:
+            told()
 
     async def free(self, digest: str | None) -> Reply | None:
         """Evict a digest that no name has any more, here and on disk; what the engine freed."""
@@ -178,6 +183,7 @@ class Adapters:
             self.registry.discard(candidate)
             raise _refused(error) from None
         self.names.touch(name)
+        self.retired()
         await self.changes.note(name, done.entry)
         if done.previous is not None and done.previous.digest != done.entry.digest:
             await self.free(done.previous.digest)
@@ -191,7 +197,7 @@ class Adapters:
         if old is not None:
             request = AdapterRequest(
                 name, request.source, request.pin or old.pin, old.priority, None,
-                old.request.ttl, "api",
+                old.request.ttl, "api", old.request.tokenizer, old.request.chat_template,
             )  # fmt: skip
         return self.registry.candidate(
             request,
@@ -356,9 +362,7 @@ class Adapters:
             _log.error("adapter %s stays pinned: %s", entry.name, error.message)
 
     async def _known(self, name: str) -> AdapterRef:
-        ref = await self.resolve(name)
-        assert ref is not None, "a route's name is never empty"
-        return ref
+        return ref_of(await self.resolve(name))
 
     def _check_shared_pin(self, name: str, digest: str) -> None:
         """What another name has pinned does not leave by this one."""

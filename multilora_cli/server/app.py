@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.errors import RequestError
-from multilora_cli.server.adapters import Adapters
+from multilora_cli.server.adapters import Adapters, ref_of
 from multilora_cli.server.auth import KeyRing, Policy
 from multilora_cli.server.bodies import (
     ChatBody,
@@ -57,9 +57,8 @@ from multilora_cli.server.routing import (
 )
 from multilora_cli.server.run import Job, Run
 from multilora_cli.server.sse import EventStream, whole_reply
+from multilora_cli.server.texts import AdapterTexts
 from multilora_cli.server.upkeep import Upkeep
-from multilora_cli.text.chat_template import load_chat_template
-from multilora_cli.text.tokenizer import load_tokenizer
 
 _INLINE_BYTES = 64 * 2**10  # smaller bodies are parsed on the event loop
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -79,14 +78,13 @@ class Front:
     ) -> None:
         self.config = config
         self.client = client
-        tokenizer = load_tokenizer(config.base_path)
-        template = load_chat_template(config.base_path, tokenizer.special_tokens)
-        self.texts = Texts(config, tokenizer, template)
+        self.texts = AdapterTexts(config)
         self.metrics = Metrics(config.base_name, config.limits.named_adapters)
         self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
         self.adapters = Adapters(registry, client, config, changes)
         self.fleet = FleetApply(self.adapters)
         self.adapters.on_unload.append(self.metrics.adapters.forget)
+        self.adapters.on_retired.append(self._retire_texts)
         self.recorder = None if config.record is None else TraceRecorder(config.record)
         if self.recorder is not None:
             self.metrics.on_ended.append(self.recorder.ended)
@@ -105,6 +103,12 @@ class Front:
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.recorder is not None:
             self.recorder.close()
+
+    def _retire_texts(self) -> None:
+        """What only versions that are served no more have used goes."""
+        if self.texts.num_kept:
+            entries = self.adapters.registry.entries()
+            self.texts.keep_only({entry.text for entry in entries if entry.text is not None})
 
     @property
     def max_model_len(self) -> int:
@@ -144,7 +148,7 @@ class Front:
     async def answer(self, request: Request, job: Job, *, stream: bool) -> Response:
         """Admit a job and answer it, streamed or whole."""
         limits = self.config.limits
-        run = Run(job, self.texts.tokenizer, self.metrics)
+        run = Run(job, self.metrics)
         handed_on = False
         try:
             run.admit(self.client, request.receive, limits.request_s)
@@ -220,23 +224,28 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        return await self._generate(request, ChatBody, self._front.texts.chat)
+        return await self._generate(request, ChatBody, Texts.chat)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        return await self._generate(request, CompletionBody, self._front.texts.completion)
+        return await self._generate(request, CompletionBody, Texts.completion)
 
     async def _generate(
-        self, request: Request, kind: type[Asked], prepare: Callable[[Asked, Admitted], Job]
+        self,
+        request: Request,
+        kind: type[Asked],
+        prepare: Callable[[Texts, Asked, Admitted], Job],
     ) -> Response:
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, kind)
             check_stream_options(body)
-            adapter = await front.adapters.resolve(select_adapter(body, front.config.base_name))
+            name = select_adapter(body, front.config.base_name)
+            entry = None if name is None else await front.adapters.resolve(name)
             front.client.check_admission()
-            admitted = Admitted(adapter, caller_of(request), front.max_model_len)
-            job = await front.in_thread(lambda: prepare(body, admitted))
+            ref = None if entry is None else ref_of(entry)
+            admitted = Admitted(ref, caller_of(request), front.max_model_len)
+            job = await front.in_thread(lambda: prepare(front.texts.of(entry), body, admitted))
         return await front.answer(request, job, stream=body.stream is True)
 
     async def models(self, _: Request) -> Response:
@@ -304,9 +313,10 @@ class Routes:
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, TokenizeBody)
-            await self._entry(body.model)
+            entry = await self._entry(body.model)
             length = front.max_model_len
-            ids = await front.in_thread(lambda: front.texts.tokenize(body, length))
+            texts = await front.in_thread(lambda: front.texts.of(entry))
+            ids = await front.in_thread(lambda: texts.tokenize(body, length))
         reply: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": length,
@@ -314,7 +324,7 @@ class Routes:
             "token_strs": None,
         }
         if body.return_token_strs:
-            reply["token_strs"] = [front.texts.tokenizer.pieces.label(i) for i in ids]
+            reply["token_strs"] = [texts.tokenizer.pieces.label(i) for i in ids]
         return json_response(reply)
 
     async def detokenize(self, request: Request) -> Response:
@@ -322,12 +332,12 @@ class Routes:
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, DetokenizeBody)
-            await self._entry(body.model)
+            entry = await self._entry(body.model)
             ids = body.tokens
             if ids is None:
                 raise RequestError("tokens: required", param="tokens")
             check_ids(ids, front.config.vocab_size, "tokens")
-            text = await front.in_thread(lambda: front.texts.tokenizer.decode(ids))
+            text = await front.in_thread(lambda: front.texts.of(entry).tokenizer.decode(ids))
         return json_response({"prompt": text})
 
     async def health(self, _: Request) -> Response:

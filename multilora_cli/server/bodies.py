@@ -200,6 +200,8 @@ class FleetAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ttl: Seconds | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")] | None = None
+    tokenizer: Literal["base", "adapter"] | None = None
+    chat_template: Literal["base", "adapter"] | None = None
 
 
 class FleetPattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

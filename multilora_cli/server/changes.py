@@ -39,6 +39,8 @@ def request_of(adapter: Adapter) -> AdapterRequest:
         priority=adapter.priority,
         digest=adapter.digest,
         ttl=adapter.ttl,
+        tokenizer=adapter.tokenizer,
+        chat_template=adapter.chat_template,
     )
 
 
@@ -164,6 +166,8 @@ def _change(declared: AdapterRequest | None, entry: AdapterEntry | None) -> Chan
             ttl=request.ttl,
             priority=request.priority,
             digest=request.digest,
+            tokenizer=request.tokenizer,
+            chat_template=request.chat_template,
         ),
     )
 

@@ -21,7 +21,7 @@ from multilora_cli.server.changes import ServedFleet, by_name
 _MADE_HERE = ("demo:", "dummy:")
 _SHOWN = 5  # problems told in one message
 _PARALLEL = 8
-_FIELDS = ("source", "pin", "ttl", "priority", "digest")
+_FIELDS = ("source", "pin", "ttl", "priority", "digest", "tokenizer", "chat_template")
 _IGNORED = "verify."  # of no concern to a server
 
 
@@ -110,6 +110,7 @@ class FleetApply:
             raise _refused([error.message], hint=error.hint) from None
         adapters.names.replace_patterns(plan.fleet.patterns)
         adapters.changes.declare(plan.fleet)
+        adapters.retired()
         left = [entry.digest for entry in plan.gone]
         for entry in plan.gone:
             adapters.forgotten(entry.name)
@@ -174,6 +175,8 @@ def _stays(entry: AdapterEntry, request: AdapterRequest) -> bool:
     return (
         entry.state == "ready"
         and entry.source == request.source
+        and entry.request.uses_own_tokenizer == request.uses_own_tokenizer
+        and entry.request.uses_own_template == request.uses_own_template
         and request.digest in (None, digest)
     )
 
@@ -193,6 +196,8 @@ def _requests(body: FleetBody) -> dict[str, AdapterRequest]:
                 priority=adapter.priority,
                 digest=adapter.digest,
                 ttl=adapter.ttl,
+                tokenizer=adapter.tokenizer,
+                chat_template=adapter.chat_template,
             )
         )
     return by_name(requests)

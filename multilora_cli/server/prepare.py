@@ -37,11 +37,13 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Texts:
-    """What turns requests into token ids."""
+    """What turns requests into token ids: the base's, or those of one adapter version."""
 
     config: ServerConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    eos_ids: tuple[int, ...]
+    template_owner: str = "base"
 
     def chat(self, body: ChatBody, admitted: Admitted) -> Job:
         """The job of a chat completion."""
@@ -98,7 +100,7 @@ class Texts:
         variables: dict[str, Any],
         add_special: bool,
     ) -> list[int]:
-        """Ids of messages, through the base's chat template."""
+        """Ids of messages, through the chat template."""
         if self.template is None:
             raise RequestError(
                 f"the base model {self.config.base_name} has no chat template; use /v1/completions",
@@ -121,7 +123,7 @@ class Texts:
         known = self.template.variables - _RESERVED if self.template else frozenset()
         if set(given) - known:
             raise RequestError(
-                f"{param}: the base's chat template reads only"
+                f"{param}: the {self.template_owner}'s chat template reads only"
                 f" {', '.join(sorted(known)) or 'no such variables'}",
                 code="unsupported_parameter",
                 param=param,
@@ -144,7 +146,7 @@ class Texts:
                 body,
                 room=room,
                 vocab_size=self.config.vocab_size,
-                eos_ids=self.config.eos_token_ids,
+                eos_ids=self.eos_ids,
                 seed=secrets.randbits(63),  # drawn for each prompt, unless the request has one
             )
             submits.append(
@@ -165,6 +167,7 @@ class Texts:
             frame=self._frame(request),
             submits=submits,
             rules=self._rules(body, params.min_tokens),
+            tokenizer=self.tokenizer,
             num_top=params.logprobs,
             echo=echo,
             include_usage=options is not None and options.include_usage is True,
@@ -191,7 +194,7 @@ class Texts:
         stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
         ends = set(body.stop_token_ids or ())
         if not body.ignore_eos:
-            ends.update(self.config.eos_token_ids)
+            ends.update(self.eos_ids)
         return TextRules(
             stops=stops,
             include_stop=body.include_stop_str_in_output is True,

@@ -27,6 +27,7 @@ class Job:
     frame: Frame
     submits: list[Submit]  # one a prompt
     rules: TextRules
+    tokenizer: Tokenizer  # of the version that it was admitted with
     num_top: int | None = None  # alternatives a logprob; None: no logprobs
     echo: list[str] | None = None  # text of each prompt, sent before its answer
     include_usage: bool = False
@@ -54,12 +55,12 @@ class Step(NamedTuple):
 class Run:
     """A job in the engine. `close` is always called; it aborts what is unfinished."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(self, job: Job, metrics: Metrics) -> None:
         self.job = job
-        self.tokenizer = tokenizer
+        self.tokenizer = job.tokenizer
         self.usage = Usage(prompt_tokens=job.prompt_tokens)
         count = len(job.submits) * job.n
-        self.choices = [Choice(index, tokenizer, job.rules) for index in range(count)]
+        self.choices = [Choice(index, job.tokenizer, job.rules) for index in range(count)]
         adapter = job.frame.adapter
         self._meter = metrics.meter(adapter.name if adapter else None, job.prompt_tokens)
         self._outcome = "abort"

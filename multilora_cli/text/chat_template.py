@@ -1,7 +1,8 @@
-"""The base model's chat template: messages to the text the model was trained on.
+"""Chat templates: messages to the text a model was trained on.
 
-The template is the operator's, never a request's or an adapter's. What users write cannot become
-a special token: such text is marked before rendering and comes back as a literal segment.
+The template is the base's or an adapter's, as the operator says, never a request's. What users
+write cannot become a special token: such text is marked before rendering and comes back as a
+literal segment.
 """
 
 import json
@@ -24,7 +25,9 @@ _log = logging.getLogger(__name__)
 MAX_LITERALS = 4096
 TEMPLATE_BYTES_MAX = 256 * 2**10
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-_FILE = "chat_template.jinja"
+TEMPLATE_NAME = "chat_template.jinja"
+CONFIG_NAME = "tokenizer_config.json"
+CONFIG_BYTES_MAX = 16 * 2**20
 _MARK = re.compile("\ue0f0([0-9]+)x([0-9]+)\ue0f1")
 
 
@@ -120,41 +123,62 @@ class _Marks:
 def load_chat_template(folder: Path, special: Sequence[str]) -> ChatTemplate | None:
     """The template of chat_template.jinja, else of tokenizer_config.json; None without one."""
     config = read_tokenizer_config(folder)
+    source = read_template_source(folder, config)
+    return None if source is None else ChatTemplate(source, special_names(config), special)
+
+
+def read_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The text of a folder's template; `config` is its tokenizer_config. Raises ModelError."""
+    path = folder / TEMPLATE_NAME
+    if not path.is_file():
+        return template_source(config, None, str(folder))
+    if path.stat().st_size > TEMPLATE_BYTES_MAX:
+        raise ModelError(f"{path}: {path.stat().st_size} bytes, expected at most 256 KiB")
+    return template_source(config, path.read_bytes(), str(folder))
+
+
+def template_source(config: Mapping[str, Any], file: bytes | None, where: str) -> str | None:
+    """The text of a template: `file` (chat_template.jinja) before the config's; None: neither.
+
+    `where` names the folder in errors. Raises ModelError.
+    """
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {
             item.get("name"): item.get("template") for item in source if isinstance(item, dict)
         }
         source = named.get("default")
-    path = folder / _FILE
-    if path.is_file():
-        if path.stat().st_size > TEMPLATE_BYTES_MAX:
-            raise ModelError(f"{path}: {path.stat().st_size} bytes, expected at most 256 KiB")
+    if file is not None:
         try:
-            source = path.read_text("utf-8")
+            source = file.decode()
         except UnicodeDecodeError:
-            raise ModelError(f"{path}: not UTF-8") from None
+            raise ModelError(f"{where}/{TEMPLATE_NAME}: not UTF-8") from None
     if source is None:
         return None
     if not isinstance(source, str) or len(source.encode()) > TEMPLATE_BYTES_MAX:
-        raise ModelError(f"{folder}: chat_template: expected text of at most 256 KiB")
-    return ChatTemplate(source, special_names(config), special)
+        raise ModelError(f"{where}: chat_template: expected text of at most 256 KiB")
+    return source
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json as it stands; empty without one. Raises ModelError."""
-    path = folder / "tokenizer_config.json"
+    path = folder / CONFIG_NAME
     if not path.is_file():
         return {}
-    if path.stat().st_size > 16 * 2**20:
+    if path.stat().st_size > CONFIG_BYTES_MAX:
         raise ModelError(f"{path}: {path.stat().st_size} bytes, expected at most 16 MiB")
+    return json_object(path.read_bytes(), str(path))
+
+
+def json_object(raw: bytes, where: str) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises ModelError, which names it as `where`."""
     try:
-        config = json.loads(path.read_bytes())
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: found {type(config).__name__}, expected an object")
-    return config
+        raise ModelError(f"{where}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{where}: found {type(value).__name__}, expected an object")
+    return value
 
 
 def special_names(config: Mapping[str, Any]) -> dict[str, str]:

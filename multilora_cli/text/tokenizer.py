@@ -1,7 +1,8 @@
-"""The base model's tokenizer, from its tokenizer.json."""
+"""A tokenizer, from its tokenizer.json."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -18,7 +19,11 @@ class Tokenizer:
     """Text to ids and back. Encoding is thread-safe and releases the GIL for its main part."""
 
     def __init__(self, text: str) -> None:
-        """`text`: content of tokenizer.json."""
+        """`text`: content of tokenizer.json. Raises ModelError."""
+        with _as_model_error():
+            self._read(text)
+
+    def _read(self, text: str) -> None:
         self._parsing = _parse(text)
         self._literal = _parse(text)
         self._literal.encode_special_tokens = True
@@ -47,6 +52,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of whole ids, as the tokenizer's own decoder gives it."""
         return str(self._parsing.decode(list(ids), skip_special_tokens=skip_special))
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its whole text; None: there is no such token."""
+        return self._parsing.token_to_id(token)
+
+    @property
+    def max_id(self) -> int:
+        """The largest id that encoding can give, the surroundings of a prompt included."""
+        return max([self.vocab_size - 1, *self._prefix, *self._suffix])
 
     def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one sequence."""
@@ -88,11 +102,22 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"{folder}: {error.message}", hint=error.hint) from None
 
 
-def _parse(text: str) -> tokenizers.Tokenizer:
+@contextmanager
+def _as_model_error() -> Iterator[None]:
+    """The library raises bare Exception for a bad file, and lets panics through as BaseException
+    of a class that cannot be imported."""
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception for a bad file
-        raise ModelError(f"tokenizer.json: {error}"[:400]) from None
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelError(f"tokenizer.json: {error}"[:400]) from None
+        raise
+
+
+def _parse(text: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

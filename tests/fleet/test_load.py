@@ -266,11 +266,20 @@ def test_schema_is_json_and_names_every_key() -> None:
 
 def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
     text = B
-    text += "adapters: [{name: a, source: x, tokenizer: adapter, chat_template: adapter}]\n"
+    text += (
+        "adapters:\n"
+        "- {name: a, source: hf://a/b, tokenizer: adapter}\n"
+        "- {name: b, source: s3://a/b/, chat_template: adapter, tokenizer: base}\n"
+        f"- {{name: c, source: ./c, chat_template: adapter, digest: 'sha256:{'0' * 64}'}}\n"
+    )
     with pytest.raises(FleetError) as caught:
         check_served(load(tmp_path, text))
-    message = caught.value.message
-    for field in ("tokenizer", "chat_template"):
-        assert f"adapters.0.{field}: not yet" in message
+    lines = caught.value.message.splitlines()
+    assert [line.split(": ", 2)[1] for line in lines] == [
+        "adapters.0.tokenizer", "adapters.1.chat_template", "adapters.2.digest",
+    ]  # fmt: skip
+    assert all(": not yet: " in line for line in lines)
+    own = "adapters: [{name: a, source: ./x, tokenizer: adapter, chat_template: base}]\n"
+    check_served(load(tmp_path, B + own))
     check_served(load(tmp_path, GOOD))
     check_served(load(tmp_path, B + "adapters: [{name: a, source: ./x, pin: hot}]\n"))

@@ -47,34 +47,34 @@ class Scripted:
         return ticket
 
 
-def job_of(kind, prompts, n, stops, min_tokens):
+def job_of(tokenizer, kind, prompts, n, stops, min_tokens):
     params = SamplingParams(max_tokens=100, stop_token_ids=(EOS,))
     submits = [Submit(place, [97], params, n=n) for place in range(prompts)]
     rules = TextRules(stops, min_tokens=min_tokens, stop_ids=frozenset({EOS}))
-    return Job(Frame(kind, "m", None, ""), submits, rules, include_usage=True)
+    return Job(Frame(kind, "m", None, ""), submits, rules, tokenizer, include_usage=True)
 
 
 async def never():
     await asyncio.Event().wait()
 
 
-def run_of(tokenizer, job, batches):
-    run = Run(job, tokenizer, METRICS)
+def run_of(job, batches):
+    run = Run(job, METRICS)
     engine = Scripted(batches)
     run.admit(engine, never, 60)
     return run, engine
 
 
-async def whole(tokenizer, job, batches):
-    run, _ = run_of(tokenizer, job, batches)
+async def whole(job, batches):
+    run, _ = run_of(job, batches)
     try:
         return await whole_reply(run, await run.next())
     finally:
         run.close()
 
 
-async def streamed(tokenizer, job, batches):
-    run, engine = run_of(tokenizer, job, batches)
+async def streamed(job, batches):
+    run, engine = run_of(job, batches)
     sent = []
 
     async def send(message):
@@ -130,9 +130,9 @@ def test_stream_equals_whole(tokenizer, kind):
            st.integers(0, 3))  # fmt: skip
     def check(script, stops, min_tokens):
         prompts, n, batches = script
-        job = job_of(kind, prompts, n, stops, min_tokens)
-        reply = runner.run(whole(tokenizer, job, batches))
-        lines, engine = runner.run(streamed(tokenizer, job, batches))
+        job = job_of(tokenizer, kind, prompts, n, stops, min_tokens)
+        reply = runner.run(whole(job, batches))
+        lines, engine = runner.run(streamed(job, batches))
         assert lines[-1] == "[DONE]"
         assert lines.count("[DONE]") == 1
         chunks = [json.loads(line) for line in lines[:-1]]
@@ -168,10 +168,10 @@ def test_stream_equals_whole(tokenizer, kind):
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_every_token_shows_when_it_came(tokenizer, kind):
     """The first two of the three bytes of a euro sign have no text; nor has what may be a stop."""
-    job = job_of(kind, 1, 1, ["€b"], 0)
+    job = job_of(tokenizer, kind, 1, 1, ["€b"], 0)
     batches = [[Delta(0, 0, [byte])] for byte in "a€".encode()]
     batches.append([Delta(0, 0, [99], finish_reason="length")])
-    lines, _ = asyncio.run(streamed(tokenizer, job, batches))
+    lines, _ = asyncio.run(streamed(job, batches))
     choices = [json.loads(line)["choices"][0] for line in lines[:-2]]
     texts = [c["delta"].get("content") if kind == "chat" else c["text"] for c in choices]
     assert texts == [*([""] if kind == "chat" else []), "a", "", "", "", "€c"]
