@@ -89,6 +89,8 @@ def test_the_same_text_is_other_tokens_and_the_same_tokens_other_text(tmp_path: 
 
 
 def test_conversations_use_the_template_that_was_asked_for(tmp_path: Path) -> None:
+    """A-OUT-14: the adapter's own, or the base's, with whichever tokenizer applies."""
+
     async def prompts(folder: Path, **fields: Any) -> tuple[list[int], list[int]]:
         async with app_of(folder, **fields) as app:
             messages = [{"role": "user", "content": "b" + IDS}]
