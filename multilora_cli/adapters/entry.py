@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from multilora_cli.adapters.base_match import match_base
+from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.survey import Surveyor
+from multilora_cli.adapters.text_files import text_files
 from multilora_cli.errors import AdapterError
+from multilora_cli.fleet.schema import is_adapter_name
 from multilora_cli.sizing.geometry import ModelGeometry
 
 Pin = Literal["hot", "warm"]
@@ -44,10 +47,15 @@ class AdapterRequest:
         """Whether its conversations are rendered by the adapter's own template."""
         return (self.chat_template or self.tokenizer) == "adapter"
 
+    @property
+    def text_files(self) -> tuple[str, ...]:
+        """Files of its own that make its text; none where it uses the base's."""
+        return text_files(tokenizer=self.uses_own_tokenizer, template=self.uses_own_template)
+
     def fingerprint(self) -> str:
         """The same for two requests that ask for the same, under whatever name (sha256:hex)."""
         fields: list[object] = [self.source, self.pin, self.priority, self.digest, self.ttl]
-        if self.uses_own_tokenizer or self.uses_own_template:
+        if self.text_files:
             fields += [self.uses_own_tokenizer, self.uses_own_template]
         return f"sha256:{hashlib.sha256(json.dumps(fields).encode()).hexdigest()}"
 
@@ -132,9 +140,25 @@ class ServedBase:
             self.geometry, max_rank=self.max_rank, base_folder=self.folder, memory=memory
         )
 
+    def check_name(self, name: str) -> None:
+        """Raise AdapterError where no adapter may be called so."""
+        if not is_adapter_name(name):
+            raise AdapterError(
+                f"adapter name {quoted(name)}: expected letters, digits, '.', '_' and '-', starting"
+                " with a letter or digit, in at most two parts joined by /",
+                reason="name",
+                field="lora_name",
+            )
+        if name.lower() == self.name.lower():
+            raise AdapterError(
+                f"adapter name {name}: the base is called {self.name}",
+                reason="name_taken",
+                field="lora_name",
+            )
+
     def text_of(self, request: AdapterRequest, folder: Path) -> str | None:
         """The digest of its own text, None where the base's is used. Raises AdapterError."""
-        if not (request.uses_own_tokenizer or request.uses_own_template):
+        if not request.text_files:
             return None
         if self.check_text is None:  # nothing here makes text, as in speed tests of the engine
             raise AdapterError(

@@ -70,6 +70,7 @@ class Registry:
         self._cache = cache
         self._store = store if isinstance(store, StoreOpener) else StoreOpener.of(store)
         self._releasable: set[str] = set()  # digests that lost a name
+        self._copies: dict[str, set[str]] = {}  # digest -> entries with more files in the store
         self._promised: dict[int, str | None] = {}  # digests of candidates, by generation
         self._entries = Entries()
         self._lock = threading.Lock()
@@ -145,7 +146,7 @@ class Registry:
         The same content under the same name is `unchanged`; other content needs `replacing`, or a
         failed entry in its place. Raises AdapterError, AdapterUnavailable.
         """
-        self._check_name(request.name)
+        self._base.check_name(request.name)
         with self._one_reader(request.name):
             candidate = self._candidate(request, replacing, expected_generation)
             with self._lock:
@@ -160,7 +161,7 @@ class Registry:
         digested: bool = False,
     ) -> Candidate:
         """What `register` would enter, read but not entered; `digested`: with its digest."""
-        self._check_name(request.name)
+        self._base.check_name(request.name)
         with self._one_reader(request.name):
             return self._candidate(request, replacing, expected_generation, digested)
 
@@ -197,7 +198,7 @@ class Registry:
 
     def from_client(self, name: str, path: str, pin: Pin | None = None) -> AdapterRequest:
         """The request for a folder that a client names. Raises AdapterError outside the roots."""
-        self._check_name(name)
+        self._base.check_name(name)
         return AdapterRequest(name, str(self._allowed(path)), pin=pin, via="api")
 
     def check_root(self, path: str) -> None:
@@ -352,6 +353,7 @@ class Registry:
             cache=self._cache,
             store=self._store() if is_remote(request.source) else None,
             digest=request.digest,
+            text_files=request.text_files,
         )
 
     def _version(
@@ -400,8 +402,19 @@ class Registry:
 
     def _digest_at(self, request: AdapterRequest, path: Path, adapter: Survey) -> str | None:
         """The digest where it is known or expected; None: not yet. Raises AdapterError."""
-        if is_remote(request.source):
-            return path.name  # the store has read every byte, and names its entries so
+        if is_remote(request.source):  # the store has read every byte: nothing is hashed again
+            digest = files_digest(adapter.files)
+            if request.text_files:  # the store's name is over those too
+                with self._lock:
+                    self._copies.setdefault(digest, set()).add(path.name)
+            elif digest != path.name:
+                raise AdapterError(
+                    f"adapter {request.name}: digest: {path.name} covers a tokenizer or template"
+                    " that is not asked for any more",
+                    reason="digest",
+                    hint="write the lock file anew",
+                )
+            return digest
         if request.digest is None:
             return None
         found, expected = files_digest(adapter.files), request.digest.removeprefix("sha256:")
@@ -453,7 +466,8 @@ class Registry:
     def _unused(self, path: Path) -> None:
         """A refused version: its copy in the disk store may go."""
         store = self._store.opened
-        if store is not None and path.parent == store.root / "entries":
+        used = any(entry.path == str(path) for entry in self.entries())
+        if store is not None and path.parent == store.root / "entries" and not used:
             self.release(path.name)
 
     def _release_unused(self) -> None:
@@ -465,23 +479,9 @@ class Registry:
             promised = set(self._promised.values())
             for digest in self._releasable - promised:
                 if not self._entries.holds(digest):
-                    store.release(digest)
+                    for copy in (digest, *self._copies.pop(digest, ())):
+                        store.release(copy)
             self._releasable &= promised
-
-    def _check_name(self, name: str) -> None:
-        if not is_adapter_name(name):
-            raise AdapterError(
-                f"adapter name {quoted(name)}: expected letters, digits, '.', '_' and '-', starting"
-                " with a letter or digit, in at most two parts joined by /",
-                reason="name",
-                field="lora_name",
-            )
-        if name.lower() == self._base.name.lower():
-            raise AdapterError(
-                f"adapter name {name}: the base is called {self._base.name}",
-                reason="name_taken",
-                field="lora_name",
-            )
 
     def _check_free(self, name: str) -> None:
         twin = self._entries.get(name)

@@ -36,6 +36,7 @@ def read_fleet_adapters(
     check_text = _text_checker(adapters, geometry)
     try:
         for adapter in adapters:
+            request = request_of(adapter)
             try:
                 folder = resolve_source(
                     adapter.source,
@@ -44,9 +45,10 @@ def read_fleet_adapters(
                     cache=cache_folder() / "dummy",
                     store=store,
                     digest=adapter.digest,
+                    text_files=request.text_files,
                 )
-                if check_text is not None and adapter.uses_own_text:
-                    check_text(folder, request_of(adapter))
+                if check_text is not None and request.text_files:
+                    check_text(folder, request)
                 found = read(folder)
             except MloraError as error:
                 yield adapter, error

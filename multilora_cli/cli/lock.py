@@ -100,9 +100,12 @@ def _ask(adapter: "Adapter", loaded: "LoadedFleet", store: "DiskStore") -> "Lock
     from multilora_cli.adapters.source import REMOTE, SourceContext
     from multilora_cli.errors import AdapterError, AdapterUnavailable
     from multilora_cli.fleet.lockfile import LockedAdapter
+    from multilora_cli.server.changes import request_of
 
     scheme, _, rest = adapter.source.partition(":")
-    fetched = REMOTE[scheme].fetch(rest, SourceContext(loaded.folder, store=store))
+    files = request_of(adapter).text_files
+    context = SourceContext(loaded.folder, store=store, text_files=files)
+    fetched = REMOTE[scheme].fetch(rest, context)
     if fetched.stale:
         raise AdapterUnavailable("; ".join(store.notes_on(fetched.folder)))
     digest = f"sha256:{fetched.digest}"

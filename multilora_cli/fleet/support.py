@@ -25,16 +25,5 @@ def _not_yet(loaded: LoadedFleet) -> Iterator[tuple[str, str]]:
 
 
 def _entry(entry: Adapter) -> Iterator[tuple[str, str]]:
-    if not entry.uses_own_text:
-        return
-    field = "tokenizer" if entry.tokenizer == "adapter" else "chat_template"
-    if entry.source.startswith(_REMOTE):
-        yield (
-            field,
-            (
-                "of a remote adapter only config and weights are fetched; copy it to a folder,"
-                " or use the base's"
-            ),
-        )
-    if entry.digest is not None:
-        yield "digest", f"it does not cover the files of {field}: adapter; leave one of them out"
+    if entry.uses_own_text and entry.digest is not None and not entry.source.startswith(_REMOTE):
+        yield "digest", "of a folder it covers no tokenizer or chat template; leave one of them out"

@@ -13,12 +13,15 @@ from typing import Any, NoReturn
 
 from multilora_cli.adapters.entry import AdapterRequest
 from multilora_cli.adapters.safetensors_header import SafetensorsError, open_file
+from multilora_cli.adapters.text_files import (
+    BYTES_MAX,
+    GENERATION_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_NAME,
+)
+from multilora_cli.adapters.text_files import TOKENIZER_CONFIG_NAME as CONFIG_NAME
 from multilora_cli.errors import AdapterError, ModelError
 from multilora_cli.text.chat_template import (
-    CONFIG_BYTES_MAX,
-    CONFIG_NAME,
-    TEMPLATE_BYTES_MAX,
-    TEMPLATE_NAME,
     ChatTemplate,
     json_object,
     special_names,
@@ -26,14 +29,6 @@ from multilora_cli.text.chat_template import (
 )
 from multilora_cli.text.tokenizer import Tokenizer
 
-_TOKENIZER_NAME = "tokenizer.json"
-_GENERATION_NAME = "generation_config.json"
-_BYTES_MAX = {
-    _TOKENIZER_NAME: 64 * 2**20,  # the largest in use, of 262,144 tokens, has 33 MB
-    CONFIG_NAME: CONFIG_BYTES_MAX,
-    _GENERATION_NAME: 2**20,
-    TEMPLATE_NAME: TEMPLATE_BYTES_MAX,
-}
 _KNOWN_MAX = 4096
 
 
@@ -58,16 +53,11 @@ class OwnFiles:
         self._folder = folder
         self._has_tokenizer = request.uses_own_tokenizer
         self._has_template = request.uses_own_template
-        names = [CONFIG_NAME]
-        if self._has_tokenizer:
-            names = [_TOKENIZER_NAME, CONFIG_NAME, _GENERATION_NAME]
-        if self._has_template:
-            names.append(TEMPLATE_NAME)
-        needed = {_TOKENIZER_NAME, CONFIG_NAME} if self._has_tokenizer else set()
+        needed = {TOKENIZER_NAME, CONFIG_NAME} if self._has_tokenizer else set()
         self._raw: dict[str, bytes] = {}
-        for name in names:
+        for name in request.text_files:
             if os.path.lexists(folder / name):
-                self._raw[name] = _read(folder / name, _BYTES_MAX[name])
+                self._raw[name] = _read(folder / name, BYTES_MAX[name])
             elif name in needed:
                 self._refuse(f"{name}: not there; tokenizer: adapter needs it", "missing", name)
 
@@ -96,12 +86,12 @@ class OwnFiles:
         if not self._has_tokenizer:
             return OwnText(None, {}, (), template)
         try:
-            tokenizer = Tokenizer(self._raw[_TOKENIZER_NAME].decode())
+            tokenizer = Tokenizer(self._raw[TOKENIZER_NAME].decode())
         except UnicodeDecodeError:
-            raise ModelError(f"{_TOKENIZER_NAME}: not UTF-8") from None
+            raise ModelError(f"{TOKENIZER_NAME}: not UTF-8") from None
         if tokenizer.max_id >= vocab_size:
             self._refuse(
-                f"{_TOKENIZER_NAME}: ids up to {tokenizer.max_id:,}, but the base's embedding has"
+                f"{TOKENIZER_NAME}: ids up to {tokenizer.max_id:,}, but the base's embedding has"
                 f" {vocab_size:,} rows: tokens were added in training, which is not supported"
                 " beyond the base's rows",
                 "vocabulary",
@@ -126,11 +116,11 @@ class OwnFiles:
         self, names: Mapping[str, str], tokenizer: Tokenizer, vocab_size: int
     ) -> tuple[int, ...]:
         """Of eos_token, and of generation_config.json where the adapter has one."""
-        declared = self._json(_GENERATION_NAME).get("eos_token_id")
+        declared = self._json(GENERATION_NAME).get("eos_token_id")
         ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
         if not all(type(item) is int and 0 <= item < vocab_size for item in ids):
             self._refuse(
-                f"{_GENERATION_NAME}: eos_token_id: expected ids below {vocab_size:,}",
+                f"{GENERATION_NAME}: eos_token_id: expected ids below {vocab_size:,}",
                 "tokenizer",
                 "eos_token_id",
             )
@@ -138,7 +128,7 @@ class OwnFiles:
             own = tokenizer.id_of(names["eos_token"])
             if own is None:
                 self._refuse(
-                    f"{CONFIG_NAME}: eos_token: found a token that {_TOKENIZER_NAME} does not have",
+                    f"{CONFIG_NAME}: eos_token: found a token that {TOKENIZER_NAME} does not have",
                     "tokenizer",
                     "eos_token",
                 )

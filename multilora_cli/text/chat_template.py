@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 from jinja2 import meta
 from jinja2.exceptions import TemplateError
 
+from multilora_cli.adapters.text_files import BYTES_MAX, TEMPLATE_NAME
+from multilora_cli.adapters.text_files import TOKENIZER_CONFIG_NAME as CONFIG_NAME
 from multilora_cli.errors import ModelError, RequestError
 from multilora_cli.text.sandbox import OverBudget, RaisedByTemplate, Sandbox, start_budget
 
 _log = logging.getLogger(__name__)
 
 MAX_LITERALS = 4096
-TEMPLATE_BYTES_MAX = 256 * 2**10
 _FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-TEMPLATE_NAME = "chat_template.jinja"
-CONFIG_NAME = "tokenizer_config.json"
-CONFIG_BYTES_MAX = 16 * 2**20
+TEMPLATE_BYTES_MAX = BYTES_MAX[TEMPLATE_NAME]
 _MARK = re.compile("\ue0f0([0-9]+)x([0-9]+)\ue0f1")
 
 
@@ -165,7 +164,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
         return {}
-    if path.stat().st_size > CONFIG_BYTES_MAX:
+    if path.stat().st_size > BYTES_MAX[CONFIG_NAME]:
         raise ModelError(f"{path}: {path.stat().st_size} bytes, expected at most 16 MiB")
     return json_object(path.read_bytes(), str(path))
 

@@ -268,16 +268,14 @@ def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
     text = B
     text += (
         "adapters:\n"
-        "- {name: a, source: hf://a/b, tokenizer: adapter}\n"
-        "- {name: b, source: s3://a/b/, chat_template: adapter, tokenizer: base}\n"
+        "- {name: a, source: ./a, tokenizer: adapter}\n"
+        f"- {{name: b, source: hf://a/b, tokenizer: adapter, digest: 'sha256:{'0' * 64}'}}\n"
         f"- {{name: c, source: ./c, chat_template: adapter, digest: 'sha256:{'0' * 64}'}}\n"
     )
     with pytest.raises(FleetError) as caught:
         check_served(load(tmp_path, text))
     lines = caught.value.message.splitlines()
-    assert [line.split(": ", 2)[1] for line in lines] == [
-        "adapters.0.tokenizer", "adapters.1.chat_template", "adapters.2.digest",
-    ]  # fmt: skip
+    assert [line.split(": ", 2)[1] for line in lines] == ["adapters.2.digest"]
     assert all(": not yet: " in line for line in lines)
     own = "adapters: [{name: a, source: ./x, tokenizer: adapter, chat_template: base}]\n"
     check_served(load(tmp_path, B + own))

@@ -36,6 +36,7 @@ def resolve_source(
     cache: Path | None = None,
     store: DiskStore | None = None,
     digest: str | None = None,
+    text_files: tuple[str, ...] = (),
 ) -> Path:
     """The folder that `spec` stands for. Raises AdapterError, AdapterUnavailable.
 
@@ -47,9 +48,11 @@ def resolve_source(
         cache: where `dummy:` writes its folders; made if missing.
         store: where remote adapters are kept.
         digest: sha256 hex, with or without `sha256:`; other remote content is refused.
+        text_files: what a remote adapter is fetched with beside config and weights, where it is
+            there (`AdapterRequest.text_files`); its digest covers them.
     """
     wanted = digest.removeprefix("sha256:") if digest else None
-    context = SourceContext(relative_to, geometry, cache, store, wanted)
+    context = SourceContext(relative_to, geometry, cache, store, wanted, text_files)
     scheme, separator, rest = spec.partition(":")
     if separator and scheme in _SOURCES:
         return _SOURCES[scheme].resolve(rest, context)

@@ -17,6 +17,7 @@ class SourceContext:
     cache: Path | None = None
     store: DiskStore | None = None  # where remote adapters are kept
     digest: str | None = None  # sha256 hex of the only content that will do
+    text_files: tuple[str, ...] = ()  # beside config and weights, where they are there
 
 
 class Source(Protocol):

@@ -3,7 +3,7 @@
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from multilora_cli.adapters.source.fetch import (
 )
 from multilora_cli.adapters.store import DiskStore, Ref, Staging
 from multilora_cli.adapters.strict_json import JsonError, parse_json, quoted
+from multilora_cli.adapters.text_files import BYTES_MAX
 from multilora_cli.errors import AdapterError, AdapterUnavailable
 
 _INDEX_BYTES_MAX = 16 * 2**20
@@ -82,8 +83,9 @@ class RemoteSource:
             raise AdapterError(
                 f"source {address.spec}: there is no disk cache to fetch it into", reason="source"
             )
-        with store.fetching(address.spec):
-            return _Fetch(address, store, context.digest).run(self._ask, self._limits)
+        fetch = _Fetch(address, store, context)
+        with store.fetching(fetch.source):
+            return fetch.run(self._ask, self._limits)
 
     @contextmanager
     def _ask(self, address: Address) -> Iterator[Origin]:
@@ -105,16 +107,20 @@ class RemoteSource:
 class _Fetch:
     """One adapter, once."""
 
-    def __init__(self, address: Address, store: DiskStore, expected: str | None) -> None:
+    def __init__(self, address: Address, store: DiskStore, context: SourceContext) -> None:
         self._address = address
         self._store = store
-        self._expected = expected
-        self._ref = store.lookup(address.spec)
+        self._expected = context.digest
+        self._text_files = context.text_files
+        # With files of its text it is other content: it has a ref and an entry of its own.
+        self.source = " + ".join((address.spec, *context.text_files))
+        self._ref: Ref | None = None
 
     def run(
         self, ask: Callable[[Address], AbstractContextManager[Origin]], limits: FetchLimits
     ) -> Fetched:
         """The stored copy where it cannot be out of date, else what the origin has."""
+        self._ref = self._store.lookup(self.source)
         stored = self._stored_for_good()
         if stored is not None:
             return stored
@@ -157,7 +163,7 @@ class _Fetch:
         """What the origin has now; a version that changes while it is read is looked up again."""
         for _ in range(_ROUNDS):
             try:
-                plan = _Plan.make(origin, tries, limits)
+                plan = _Plan.make(origin, tries, limits, self._text_files)
                 same = self._ref is not None and self._ref.revision == plan.revision
                 if self._ref is not None and same and self._expected in (None, self._ref.digest):
                     stored = self._acquire(self._ref.digest)
@@ -176,7 +182,7 @@ class _Fetch:
                     _fetch_file(origin, file, staging, tries)
                 digest = self._store.digest_of(staging)
                 if expected is None or digest == expected:
-                    ref = self._store.publish(staging, self._address.spec, plan.revision)
+                    ref = self._store.publish(staging, self.source, plan.revision)
                     return self._published(ref)
             if is_last:
                 break
@@ -205,10 +211,13 @@ class _Plan:
         return sum(file.size for file in self.files)
 
     @staticmethod
-    def make(origin: Origin, tries: Tries, limits: FetchLimits) -> "_Plan":
-        """Looked up by name: the config and the one weight file, or the index and its shards."""
+    def make(
+        origin: Origin, tries: Tries, limits: FetchLimits, text_files: Sequence[str] = ()
+    ) -> "_Plan":
+        """Looked up by name: the config and the one weight file, or the index and its shards; and
+        those of `text_files` that are there."""
         commit = tries.run(origin.revision)
-        found = tries.run(lambda: origin.look_up(_NAMES))
+        found = tries.run(lambda: origin.look_up((*_NAMES, *text_files)))
         if CONFIG_NAME not in found:
             raise MissingError(f"no {CONFIG_NAME} directly in the folder")
         files = [_limited(found[CONFIG_NAME], CONFIG_BYTES_MAX)]
@@ -223,6 +232,7 @@ class _Plan:
             )
         else:
             raise MissingError(f"no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}")
+        files += [_limited(found[n], BYTES_MAX[n]) for n in text_files if n in found]
         return _Plan(commit or _versions(files), tuple(files))
 
 
