@@ -60,7 +60,7 @@ def read_fleet_adapters(
 
 
 def _text_checker(adapters: Sequence[Adapter], geometry: ModelGeometry) -> "TextChecker | None":
-    """Only a fleet that asks for it pays for the tokenizers' library: 0.1 s of every `plan`."""
+    """Only a fleet that asks for it imports the tokenizers' library."""
     if not any(adapter.uses_own_text for adapter in adapters):
         return None
     from multilora_cli.text.adapter_text import TextChecker

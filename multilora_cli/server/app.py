@@ -145,6 +145,11 @@ class Front:
         """Run text work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
+    async def texts_of(self, entry: AdapterEntry | None) -> Texts:
+        """The text of a version; loaded where files are read, so that tokenizing goes on."""
+        kept = self.texts.kept(entry)
+        return await self.adapters.in_thread(self.texts.of, entry) if kept is None else kept
+
     async def answer(self, request: Request, job: Job, *, stream: bool) -> Response:
         """Admit a job and answer it, streamed or whole."""
         limits = self.config.limits
@@ -245,7 +250,8 @@ class Routes:
             front.client.check_admission()
             ref = None if entry is None else ref_of(entry)
             admitted = Admitted(ref, caller_of(request), front.max_model_len)
-            job = await front.in_thread(lambda: prepare(front.texts.of(entry), body, admitted))
+            texts = await front.texts_of(entry)
+            job = await front.in_thread(lambda: prepare(texts, body, admitted))
         return await front.answer(request, job, stream=body.stream is True)
 
     async def models(self, _: Request) -> Response:
@@ -315,7 +321,7 @@ class Routes:
             body = await front.parse(request, TokenizeBody)
             entry = await self._entry(body.model)
             length = front.max_model_len
-            texts = await front.in_thread(lambda: front.texts.of(entry))
+            texts = await front.texts_of(entry)
             ids = await front.in_thread(lambda: texts.tokenize(body, length))
         reply: dict[str, Any] = {
             "count": len(ids),
@@ -337,7 +343,8 @@ class Routes:
             if ids is None:
                 raise RequestError("tokens: required", param="tokens")
             check_ids(ids, front.config.vocab_size, "tokens")
-            text = await front.in_thread(lambda: front.texts.of(entry).tokenizer.decode(ids))
+            texts = await front.texts_of(entry)
+            text = await front.in_thread(lambda: texts.tokenizer.decode(ids))
         return json_response({"prompt": text})
 
     async def health(self, _: Request) -> Response:

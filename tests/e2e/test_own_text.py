@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from multilora_cli.cli.fleet_adapters import read_fleet_adapters
 from multilora_cli.cli.startup import prepare
 from multilora_cli.demo import demo_adapter_path, demo_base_path
+from multilora_cli.errors import AdapterError
 from tests.e2e.serving import Served, start
 
 NOTE, STOP = 1022, 1023  # the two rarest tokens of the demo base make room for them
@@ -134,3 +136,6 @@ def test_a_broken_tokenizer_refuses_its_adapter_alone(tmp_path: Path) -> None:
     ((name, error),) = startup.failures
     assert name == "own" and "the base's embedding has 1,024 rows" in error.message
     assert startup.registry.resolve("plain")
+    found = read_fleet_adapters(startup.loaded, startup.geometry, lambda folder: folder)  # plan's
+    problems = {adapter.name: result for adapter, result in found}
+    assert isinstance(problems["own"], AdapterError) and isinstance(problems["plain"], Path)
