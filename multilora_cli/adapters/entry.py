@@ -183,6 +183,16 @@ def already_there(previous: AdapterEntry) -> AdapterError:
     )
 
 
+def covers_text(name: str, digest: str) -> AdapterError:
+    """The refusal of a locked copy with files that the fleet file does not ask for."""
+    return AdapterError(
+        f"adapter {name}: digest: {digest} covers a tokenizer or template that is not asked for"
+        " any more",
+        reason="digest",
+        hint="write the lock file anew",
+    )
+
+
 def check_generation(entry: AdapterEntry | None, expected: int | None) -> None:
     """Raise AdapterError where a client expects another version than there is."""
     found = entry.generation if entry is not None else 0

@@ -24,6 +24,7 @@ from multilora_cli.adapters.entry import (
     ServedBase,
     already_there,
     check_generation,
+    covers_text,
 )
 from multilora_cli.adapters.keyed_locks import KeyedLocks
 from multilora_cli.adapters.source import is_remote, resolve_source
@@ -408,12 +409,7 @@ class Registry:
                 with self._lock:
                     self._copies.setdefault(digest, set()).add(path.name)
             elif digest != path.name:
-                raise AdapterError(
-                    f"adapter {request.name}: digest: {path.name} covers a tokenizer or template"
-                    " that is not asked for any more",
-                    reason="digest",
-                    hint="write the lock file anew",
-                )
+                raise covers_text(request.name, path.name)
             return digest
         if request.digest is None:
             return None

@@ -14,6 +14,7 @@ from multilora_cli.fleet.statefile import StateFile
 from multilora_cli.server import texts
 from multilora_cli.server.changes import RuntimeChanges, ServedFleet, merge
 from tests.fakes import (
+    BOS,
     END_TURN,
     EOS,
     TURN,
@@ -80,6 +81,9 @@ def test_the_same_text_is_other_tokens_and_the_same_tokens_other_text(tmp_path: 
                 asked = {"model": model, "prompt": IDS, "max_tokens": 6}
                 assert await streamed(app, "/v1/completions", **asked) == text
 
+            shown = body | {"skip_special_tokens": False, "echo": False}
+            own = (await post(app, "/v1/completions", model="own", **shown))["choices"][0]
+            assert own["text"] == "ba"  # its end is no part of the answer
             stopped = {"model": "own", "prompt": IDS, "stop": "a", "max_tokens": 6}
             assert (await post(app, "/v1/completions", **stopped))["choices"][0]["text"] == "b"
             ids = {"model": "own", "prompt": [97, 98], "max_tokens": 0, "echo": True}
@@ -215,6 +219,13 @@ def test_apply_and_restart_keep_the_choice(tmp_path: Path) -> None:
             fields = report["changes"][0]["fields"]
             assert fields == {"tokenizer": {"running": "base", "file": "adapter"}}
             assert (await post(app, "/tokenize", model="own", prompt="a"))["tokens"] == [98]
+            for changed, ids in (
+                ({"chat_template": "base"}, [98]),
+                ({"tokenizer": "base", "chat_template": "base"}, [BOS, 97]),
+                ({"chat_template": None}, [98]),
+            ):
+                await post(app, "/v1/fleet", **body | {"adapters": [body["adapters"][0] | changed]})
+                assert (await post(app, "/tokenize", model="own", prompt="a"))["tokens"] == ids
             await post(app, "/v1/adapters/own/warm", pin=True, hot=True)
             rows = (await app.http.get("/v1/lora_adapters")).json()["data"]
             shown = {row["id"]: (row["tokenizer"], row["chat_template"]) for row in rows}
