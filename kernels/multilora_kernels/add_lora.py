@@ -10,8 +10,8 @@ row's result depends on its own adapter alone: nothing is combined across adapte
 """
 
 import torch
-import triton
 
+from multilora_kernels.launch import on_host
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.segments import Segments
 from multilora_kernels.sgmv_expand import sgmv_expand, sgmv_expand_ref
@@ -32,7 +32,7 @@ def add_lora(
     if not segments.has_adapters:
         return
     _check(y, x, pool, table, segments, group)
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(x.device):
         return add_lora_ref(y, x, pool, table, segments, layer, group)
     lists = segments.lists(table)
     work = lists.groups[group]

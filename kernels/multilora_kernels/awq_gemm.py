@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.int4_matrix import Int4Matrix
-from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
 from multilora_kernels.slices import SLICE_BYTES, multiply_slices, slice_rows
 from multilora_kernels.split_k import (
     BLOCK_K,
@@ -377,7 +377,7 @@ def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
 
 def dequantise(weight: AwqWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """W [N, K] in `dtype`, each weight rounded once from its fp32 value."""
-    if weight.words.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(weight.words.device):
         return dequantise_ref(weight, dtype)
     shape = (weight.out_features, weight.in_features)
     w = torch.empty(shape, dtype=dtype, device=weight.words.device)

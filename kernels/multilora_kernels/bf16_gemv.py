@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import Chip, cdiv, chip_for, next_power_of_2, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_for, next_power_of_2, on_host, tuned_table
 
 OP = "bf16_gemv"
 MAX_ROWS = 4
@@ -195,7 +195,7 @@ def bf16_gemv(
 
 def _fits(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Whether the kernel can do it."""
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(x.device):
         return False
     rows_fit = 0 < x.shape[0] <= MAX_ROWS and x.stride(1) == 1 and w.stride(1) == 1
     return rows_fit and x.dtype.itemsize == 2

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.launch import on_host
 from multilora_kernels.layout import MATRICES, MAX_RANK
 from multilora_kernels.matrix_table import HEAD_FIELDS
 from multilora_kernels.segments import Segments
@@ -137,10 +138,6 @@ def head_expand_kernel(
         tl.store(logits_ptrs, acc, mask=n_mask)
 
 
-def _on_host(pool: torch.Tensor) -> bool:
-    return pool.device.type == "cpu" and not triton.knobs.runtime.interpret
-
-
 def embed_lora(
     x: torch.Tensor,
     token_ids: torch.Tensor,
@@ -153,7 +150,7 @@ def embed_lora(
         return
     assert x.shape[0] == segments.num_tokens == token_ids.shape[0] and x.is_contiguous()
     assert pool.dtype == torch.uint8 and pool.is_contiguous() and token_ids.dtype == torch.int64
-    if _on_host(pool):
+    if on_host(pool.device):
         return embed_lora_ref(x, token_ids, pool, table, segments)
     hidden = x.shape[1]
     embed_lora_kernel[(len(x), triton.cdiv(hidden, _EMBED_COLUMNS))](
@@ -178,7 +175,7 @@ def head_lora(
     assert rows == segments.num_tokens == hidden.shape[0] and logits.dtype == torch.float32
     assert logits.stride(1) == 1 and hidden.stride(1) == 1
     assert pool.dtype == torch.uint8 and pool.is_contiguous()
-    if _on_host(pool):
+    if on_host(pool.device):
         return head_lora_ref(logits, hidden, pool, table, segments)
     weights = pool.view(-1).view(hidden.dtype)
     where = (segments.row_slots, table.matrices.heads, table.matrices.entries)

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.fp8_quant import RowScaling, quantise_rows
-from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
 from multilora_kernels.slices import multiply_slices, slice_rows
 from multilora_kernels.split_k import (
     BLOCK_K,
@@ -205,7 +205,7 @@ class Fp8Weight:
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] times this weight, quantised on the way, [M, N] in x's dtype."""
-        if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+        if on_host(x.device):
             return x @ self.dequantise(x.dtype).t()
         xq, sx = self.quantise(x)
         return fp8_gemm(xq, sx, self, x.dtype)
@@ -410,7 +410,7 @@ def fp8_gemm(
     assert xq.ndim == 2 and xq.shape[1] == weight.in_features and xq.is_contiguous()
     assert xq.dtype == torch.float8_e4m3fn and dtype in (torch.bfloat16, torch.float16)
     assert sx.ndim == (2 if weight.blockwise else 1) and sx.dtype == torch.float32
-    if xq.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(xq.device):
         return fp8_gemm_ref(xq, sx, weight, dtype)
     m, k = xq.shape
     if m == 0:

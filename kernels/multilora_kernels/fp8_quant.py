@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import chip_for, next_power_of_2
+from multilora_kernels.launch import chip_for, next_power_of_2, on_host
 from multilora_kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
 from multilora_kernels.silu_mul import silu_mul_ref
 
@@ -173,10 +173,6 @@ def _outputs(x: torch.Tensor, k: int, scaling: RowScaling) -> tuple[torch.Tensor
     return q, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def _on_cpu(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and not triton.knobs.runtime.interpret
-
-
 def _dtype(x: torch.Tensor) -> tl.dtype:
     # The interpreter's bf16 arithmetic is wrong and its rounding truncates: stay in fp32 there.
     if triton.knobs.runtime.interpret:
@@ -188,7 +184,7 @@ def quantise_rows(
     x: torch.Tensor, scaling: RowScaling = PER_ROW
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [M, K] to (q e4m3 [M, K], scale)."""
-    if _on_cpu(x):
+    if on_host(x.device):
         return quantise_rows_ref(x, scaling)
     m, k = x.shape
     q, scale = _outputs(x, k, scaling)
@@ -214,7 +210,7 @@ def rms_norm_quantise(
     """RMSNorm of x (+ residual, which becomes the sum in place), quantised by row; `out` [M, K],
     which may be x, receives it unquantised.
     """
-    if _on_cpu(x):
+    if on_host(x.device):
         if residual is None:
             normed = rms_norm_ref(x, weight, eps)
         else:
@@ -246,7 +242,7 @@ def silu_mul_quantise(
     """silu(gate) * up of x [M, 2 K], quantised by row: (q [M, K], scale); `out` [M, K] receives
     it unquantised.
     """
-    if _on_cpu(x):
+    if on_host(x.device):
         product = silu_mul_ref(x)
         if out is not None:
             out.copy_(product)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.fp8_gemm import Fp8Weight, fp8_weight
-from multilora_kernels.launch import Chip, cdiv, chip_for, tuned_table
+from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
 from multilora_kernels.slices import multiply_slices, slice_rows
 from multilora_kernels.split_k import (
     BLOCK_K,
@@ -299,7 +299,7 @@ def run_sliced(x: torch.Tensor, weight: Fp8WeightOnly, slice_n: int) -> torch.Te
 def fp8_weight_only(x: torch.Tensor, weight: Fp8WeightOnly) -> torch.Tensor:
     """x [M, K] times an FP8 weight [N, K] that is widened on the way: [M, N] in x's dtype."""
     assert x.ndim == 2 and x.shape[1] == weight.in_features, f"x {tuple(x.shape)}"
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(x.device):
         return fp8_weight_only_ref(x, weight)
     assert x.dtype in (torch.bfloat16, torch.float16) and x.stride(1) == 1
     m, k = x.shape

@@ -3,6 +3,8 @@
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import triton
+
 from multilora_kernels.chip import H200, RTX_4090, Chip, tuned_table
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ __all__ = [
     "chip_of",
     "force_chip",
     "next_power_of_2",
+    "on_host",
     "tuned_table",
 ]
 
@@ -50,6 +53,11 @@ def chip_of(device_index: int) -> Chip:
 def chip_for(device: "torch.device") -> Chip:
     """The chip launches on `device` are chosen for; a small one for the interpreter's CPU."""
     return Chip("", 80, 4) if device.type == "cpu" else chip_of(device.index or 0)
+
+
+def on_host(device: "torch.device") -> bool:
+    """Whether tensors on `device` take a kernel's torch path: a CPU without the interpreter."""
+    return device.type == "cpu" and not triton.knobs.runtime.interpret
 
 
 def cdiv(a: int, b: int) -> int:

@@ -18,9 +18,9 @@ A sequence's rows do not depend on what else is in the batch, bit for bit.
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from multilora_kernels.kv_pages import FP8, kv_pages
+from multilora_kernels.launch import on_host
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.paged_decode import decode_ref, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_ref
@@ -87,7 +87,7 @@ def paged_attention(
     kv_dtype = kv_dtype or q.dtype
     _check(q, pool, layer, num_kv_heads, batch, kv_dtype)
     arguments = (q, pool, layer, num_kv_heads, batch, scale, sliding_window)
-    if q.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(q.device):
         return paged_attention_ref(*arguments, kv_dtype)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if batch.num_decodes > 0:

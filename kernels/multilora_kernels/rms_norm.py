@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import chip_for, next_power_of_2
+from multilora_kernels.launch import chip_for, next_power_of_2, on_host
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _launch(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., size] normalised over its last dimension; a new contiguous tensor."""
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(x.device):
         return rms_norm_ref(x, weight, eps)
     return _launch(x, None, weight, eps)
 
@@ -112,7 +112,7 @@ def add_rms_norm(
     """
     assert residual.shape == x.shape and x.ndim == 2 and residual.is_contiguous()
     assert residual.dtype == x.dtype
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(x.device):
         normed = add_rms_norm_ref(x, residual, weight, eps)
         return normed if out is None else out.copy_(normed)
     return _launch(x, residual, weight, eps, out)

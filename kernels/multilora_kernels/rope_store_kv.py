@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import FP8, kv_elements, narrow_kv
-from multilora_kernels.launch import cdiv, chip_for, next_power_of_2
+from multilora_kernels.launch import cdiv, chip_for, next_power_of_2, on_host
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.rms_norm import rms_norm_ref
 from multilora_kernels.store_kv import store_kv_ref
@@ -137,7 +137,7 @@ def rope_tables(
     tokens, half = positions.shape[0], frequencies.shape[0]
     assert positions.dtype == torch.int64 and positions.is_contiguous()
     assert frequencies.dtype == torch.float32 and frequencies.is_contiguous()
-    if positions.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(positions.device):
         return rope_tables_ref(positions, frequencies, scale)
     cos = torch.empty(tokens, 1, half, dtype=torch.float32, device=positions.device)
     sin = torch.empty_like(cos)
@@ -185,7 +185,7 @@ def rope_store_kv(
     assert pool.dtype == torch.uint8 and pool.is_contiguous()
     assert kv_dtype in (packed.dtype, FP8)
     assert pool.shape[1] == num_layers * layer_elements * kv_dtype.itemsize
-    if packed.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(packed.device):
         return rope_store_kv_ref(
             packed, tables, pool, layer, num_layers, num_kv_heads, slot_mapping, norm, kv_dtype
         )

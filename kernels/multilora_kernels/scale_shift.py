@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.launch import on_host
 from multilora_kernels.layout import GROUPS, MODULES, VectorKind
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
@@ -76,7 +77,7 @@ def scale_shift(
     d_outs = tuple(table.shapes[module][1] for module in modules)
     assert y.shape == (segments.num_tokens, sum(d_outs)) and y.stride(1) == 1
     assert pool.dtype == torch.uint8 and pool.is_contiguous() and y.device == pool.device
-    if y.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(y.device):
         scale_shift_ref(y, pool, table, segments, layer, group)
         return
     assert table.geometry is not None

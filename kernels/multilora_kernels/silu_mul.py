@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from multilora_kernels.launch import cdiv, chip_for, next_power_of_2
+from multilora_kernels.launch import cdiv, chip_for, next_power_of_2, on_host
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def launch_choice(size: int) -> dict[str, int]:
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of x [T, 2 I]; a new tensor [T, I]."""
     assert x.ndim == 2 and x.stride(1) == 1 and x.shape[1] % 2 == 0
-    if x.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(x.device):
         return silu_mul_ref(x)
     rows, size = x.shape[0], x.shape[1] // 2
     assert rows < 1 << 16  # the second grid dimension

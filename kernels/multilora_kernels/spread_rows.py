@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.launch import on_host
+
 _BLOCK = 256
 
 
@@ -31,7 +33,7 @@ def spread_rows(packed: torch.Tensor, width: torch.Tensor, table: torch.Tensor) 
     for tensor in (packed, width, table):
         assert tensor.dtype == torch.int32 and tensor.device == table.device
     assert packed.is_contiguous() and table.stride(1) == 1 and width.numel() == 1
-    if table.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(table.device):
         return spread_rows_ref(packed, width, table)
     spread_rows_kernel[(table.shape[0],)](
         packed, width, table, table.stride(0), BLOCK=_BLOCK, num_warps=2

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.kv_pages import FP8, kv_elements, kv_pages, narrow_kv, to_kv
-from multilora_kernels.launch import next_power_of_2
+from multilora_kernels.launch import next_power_of_2, on_host
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 
@@ -82,7 +82,7 @@ def store_kv(
     assert pool.shape[1] == num_layers * layer_elements * kv_dtype.itemsize
     if tokens == 0:
         return
-    if k.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if on_host(k.device):
         return store_kv_ref(k, v, pool, layer, num_layers, slot_mapping, kv_dtype)
     store_kv_kernel[(tokens,)](
         k,
