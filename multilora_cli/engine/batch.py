@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from multilora_cli.engine.batch_plan import ScheduledRow
+from multilora_cli.engine.page_rows import padded_columns
 from multilora_cli.layers.context import RowAdapters, StepContext
 from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
@@ -27,7 +28,6 @@ Ints = npt.NDArray[np.int32]
 PROMPT_ROWS = 256
 
 _ALIGNED = 4  # int32: kernels are compiled for pointers and strides at multiples of 16 bytes
-_TABLE_COLUMNS = 16  # page tables grow in these steps, so that few shapes exist
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,7 @@ def late_tokens(
 def page_table(rows: Rows[ScheduledRow]) -> Ints:
     """int32 [rows, most pages, rounded up]; unused entries name the scratch page."""
     counts = [pages_for(row.start + row.length) for row in rows]
-    columns = -(-max(counts) // _TABLE_COLUMNS) * _TABLE_COLUMNS
-    table = np.zeros((len(rows), columns), dtype=np.int32)
+    table = np.zeros((len(rows), padded_columns(max(counts))), dtype=np.int32)
     for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
         table[index, :count] = np.frombuffer(row.pages, dtype=np.int32)[:count]
     return table

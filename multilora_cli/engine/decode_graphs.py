@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multilora_cli.engine.batch import BatchBuilder, late_tokens
+from multilora_cli.engine.batch import BatchBuilder, late_tokens, single_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.layers.sampler import greedy
@@ -231,18 +231,8 @@ class DecodeGraphs:
         fields = np.zeros((_FIELDS, self._field), dtype=np.int32)
         fields[3] = -1  # a spare row writes nothing
         count = len(rows)
-        tokens, places, starts = [], [], []
-        for row in rows:
-            sequence, start = row.sequence, row.start
-            starts.append(start)
-            if sequence.num_pending:
-                tokens.append(0)
-                places.append(sequence.pending_at)
-            else:
-                tokens.append(sequence.tokens[start])
-                places.append(-1)
-        fields[0, :count], fields[1, :count] = tokens, places
-        positions = np.array(starts, dtype=np.int32)
+        fields[0, :count], fields[1, :count] = single_tokens(rows)
+        positions = np.array([row.start for row in rows], dtype=np.int32)
         table = self._pages.update(rows, range(count), padded)
         pages = table[np.arange(count), positions // BLOCK_TOKENS]
         fields[2, :count] = positions

@@ -1,4 +1,4 @@
-"""Page tables of a captured step's rows, kept on the host from step to step."""
+"""Widths of page tables; and a captured step's page tables, kept from step to step."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,12 +9,17 @@ import numpy.typing as npt
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.memory.kv_cache import pages_for
 
-_WIDTH = 16  # page tables grow in these steps
+_WIDTH = 16  # page tables grow in these steps, so that few shapes exist
+
+
+def padded_columns(num_pages: int) -> int:
+    """Columns of a page table whose longest row has `num_pages` pages."""
+    return -(-num_pages // _WIDTH) * _WIDTH
 
 
 def table_columns(max_context: int) -> int:
     """Columns of a page table for sequences of up to `max_context` tokens."""
-    return -(-pages_for(max_context) // _WIDTH) * _WIDTH
+    return padded_columns(pages_for(max_context))
 
 
 class PageRows:
@@ -41,4 +46,4 @@ class PageRows:
                 table[index, start:count] = np.frombuffer(pages, dtype=np.int32)[start:]
                 held[index] = (pages, count)
             width = max(width, count)
-        return table[:padded, : min(-(-width // _WIDTH) * _WIDTH, table.shape[1])]
+        return table[:padded, : min(padded_columns(width), table.shape[1])]
