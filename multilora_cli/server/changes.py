@@ -15,6 +15,7 @@ from multilora_cli.errors import FleetError
 from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.fleet.schema import Adapter
 from multilora_cli.fleet.statefile import Change, StateAdapter, StateFile
+from multilora_cli.server.bodies import FleetAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ class ServedFleet:
     patterns: tuple[NamePattern, ...] = ()
 
 
-def request_of(adapter: Adapter) -> AdapterRequest:
-    """The registry's request for an adapter of a fleet file."""
+def request_of(adapter: Adapter | FleetAdapter) -> AdapterRequest:
+    """The registry's request for an adapter of a fleet file, read here or sent by `mlora apply`."""
     return AdapterRequest(
         name=adapter.name,
         source=adapter.source,

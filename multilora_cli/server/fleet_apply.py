@@ -16,7 +16,7 @@ from multilora_cli.fleet.declared import spoken
 from multilora_cli.fleet.pattern import NamePattern, covering
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.bodies import FleetBody
-from multilora_cli.server.changes import ServedFleet, by_name
+from multilora_cli.server.changes import ServedFleet, by_name, request_of
 
 _MADE_HERE = ("demo:", "dummy:")
 _SHOWN = 5  # problems told in one message
@@ -188,18 +188,7 @@ def _requests(body: FleetBody) -> dict[str, AdapterRequest]:
         if adapter.name.lower() in seen:
             raise RequestError("adapters: one name is given twice", param="adapters")
         seen.add(adapter.name.lower())
-        requests.append(
-            AdapterRequest(
-                name=adapter.name,
-                source=adapter.source,
-                pin=adapter.pin,
-                priority=adapter.priority,
-                digest=adapter.digest,
-                ttl=adapter.ttl,
-                tokenizer=adapter.tokenizer,
-                chat_template=adapter.chat_template,
-            )
-        )
+        requests.append(request_of(adapter))
     return by_name(requests)
 
 
