@@ -21,12 +21,12 @@ from multilora_cli.adapters.source import resolve_source
 from multilora_cli.bench.geometries import config_folder
 from multilora_cli.engine.assemble import build_engine
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.engine.device_meter import DeviceMeter
 from multilora_cli.engine.engine import Engine
 from multilora_cli.engine.messages import AdapterRef, SamplingParams, Submit
 from multilora_cli.engine.model_runner import ModelRunner
 from multilora_cli.sizing.device import deviations
 from multilora_cli.sizing.geometry import read_geometry
+from tests.device_meter import DeviceMeter
 
 RANKS = (8, 16, 32, 64)
 

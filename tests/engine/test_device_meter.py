@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from multilora_cli.engine.device_meter import DeviceMeter
+from tests.device_meter import DeviceMeter
 
 
 class Device:
