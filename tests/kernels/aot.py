@@ -21,20 +21,6 @@ def shared_limit(sm: int) -> int:
     return Chip("", sm, 1).shared_bytes
 
 
-def compile_for(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    sm: int,
-    num_warps: int = 4,
-    num_stages: int = 2,
-    **options: Any,
-) -> int:
-    """Compile `kernel` down to a cubin for `sm`; returns the shared memory it needs, in bytes."""
-    compiled = compiled_for(kernel, signature, constexprs, sm, num_warps, num_stages, **options)
-    return int(compiled.metadata.shared)
-
-
 def compiled_for(
     kernel: Any,
     signature: Mapping[str, str],
@@ -93,7 +79,8 @@ def assert_fits(
     **options: Any,
 ) -> None:
     """Compile for `sm` and check that the kernel's shared memory fits that chip."""
-    shared = compile_for(kernel, signature, constexprs, sm, num_warps, num_stages, **options)
+    compiled = compiled_for(kernel, signature, constexprs, sm, num_warps, num_stages, **options)
+    shared = int(compiled.metadata.shared)
     limit = shared_limit(sm)
     assert shared <= limit, f"sm_{sm}: {shared} bytes of shared memory, {limit} allowed"
 
