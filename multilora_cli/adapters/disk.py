@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from multilora_cli.errors import BadInput
+from multilora_cli.fleet.replace_file import sync_folder
 
 _LOCK_POLL_S = 0.02
 
@@ -45,11 +46,7 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """The names in a folder reach the medium."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(path)
 
     def remove(self, path: Path) -> None:
         """A file or a folder with all that is in it; nothing is said where it is gone already."""

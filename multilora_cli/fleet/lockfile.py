@@ -4,8 +4,6 @@
 adapters it does not name are free.
 """
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.replace_file import replace_file
 from multilora_cli.fleet.schema import Adapter, AdapterName, Digest, Text
 
 _BYTES_MAX = 64 * 2**20
@@ -69,17 +68,7 @@ def write_lock(fleet: Path, lock: FleetLock) -> Path:
     path = lock_path(fleet)
     text = lock.model_dump_json(indent=2) + "\n"
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fchmod(descriptor, 0o644)  # meant to be committed and read by others
-                os.fsync(descriptor)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        replace_file(path, text, 0o644)  # meant to be committed and read by others
     except OSError as error:
         raise FleetError(f"{path}: not writable: {error.strerror or error}") from None
     return path

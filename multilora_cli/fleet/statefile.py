@@ -8,7 +8,6 @@ else now, the file wins and the change is gone (docs/adr/0008).
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.replace_file import replace_file, sync_folder
 from multilora_cli.fleet.schema import AdapterName, Digest, Text
 
 _BYTES_MAX = 64 * 2**20
@@ -108,22 +108,9 @@ class StateFile:
         """
         self._take()
         path, state = self.path, FleetState(fleet=str(self._fleet), changes=dict(changes))
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # 0600
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(state.model_dump_json(indent=2) + "\n")
-                file.flush()
-                os.fsync(descriptor)
-                self._seen = _version(os.fstat(descriptor))
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        text = state.model_dump_json(indent=2) + "\n"
+        self._seen = _version(replace_file(path, text, 0o600))
+        sync_folder(path.parent)
 
     def close(self) -> None:
         """Let another server write it."""
