@@ -35,9 +35,8 @@ def test_launches_do_not_grow_with_the_number_of_adapters(
         return launch
 
     module = multilora_kernels.add_lora
-    on_device = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
     work = SimpleNamespace(groups={group: SimpleNamespace(num_tiles=1) for group in GROUPS})
-    monkeypatch.setattr(module, "triton", on_device)
+    monkeypatch.setattr(module, "on_host", lambda device: False)
     monkeypatch.setattr(module, "sgmv_shrink", count("shrink"))
     monkeypatch.setattr(module, "sgmv_expand", count("expand"))
     monkeypatch.setattr(Segments, "lists", lambda *_: work)
