@@ -119,19 +119,15 @@ class _Assembly:
         limits = Limits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_chunk_beside_decode=self._chunk_beside_decode(),
+            max_chunk_beside_decode=config.max_chunk_beside_decode,
             max_adapters=config.distinct_adapters,
             usable_pages=self.pool.usable,
             adapter_wait_s=config.adapter_wait_s,
             adapter_wait_limit_s=config.adapter_wait_limit_s,
             max_adapter_pages=_pages_within(config.max_adapter_bytes, self.pool.page_bytes),
+            captured_chunk=max((step.tokens for step in self.allocation.prompt_steps), default=0),
         )
         return Scheduler(limits, self.kv, residency, self.now, FairOrder(config.fairness))
-
-    def _chunk_beside_decode(self) -> int:
-        """What was asked for, or the most that a captured step holds."""
-        captured = [step.tokens for step in self.allocation.prompt_steps]
-        return min([self.config.max_chunk_beside_decode, *([max(captured)] if captured else [])])
 
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device; on CUDA with its decode steps captured."""

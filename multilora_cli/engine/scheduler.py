@@ -53,6 +53,7 @@ class Limits:
     adapter_wait_s: float
     adapter_wait_limit_s: float
     max_adapter_pages: int | None = None  # of the distinct adapters among the running
+    captured_chunk: int = 0  # the most prompt tokens of a step that is a single launch
 
 
 class Scheduler:
@@ -168,7 +169,7 @@ class Scheduler:
                 rows.append(self._row(sequence, 1))
                 budget -= 1
         if rows:
-            budget = min(budget, self._limits.max_chunk_beside_decode)
+            budget = min(budget, self._chunk_beside_decode(prompts))
         for sequence in prompts:
             if budget > 0 and sequence.status is Status.RUNNING:  # not preempted just now
                 rows.append(self._row(sequence, min(budget, sequence.remaining)))
@@ -240,6 +241,24 @@ class Scheduler:
         self._kv.check_integrity()
 
     # ---- rules
+
+    def _chunk_beside_decode(self, prompts: list[Sequence]) -> int:
+        """How many prompt tokens go into a step in which others decode.
+
+        A captured step is a single launch; any other takes the host 14 to 30 ms, as long as the
+        device computes 1,000 tokens. So that is worth it for as many, and not for a few more than
+        a captured step holds.
+        """
+        most, captured = self._limits.max_chunk_beside_decode, self._limits.captured_chunk
+        if not captured:
+            return most
+        places = max(self._limits.max_num_seqs - len(self._running), 0)
+        backlog = sum(sequence.remaining for sequence in prompts)
+        for sequence in self._waiting[:places]:
+            if backlog >= most:
+                break
+            backlog += sequence.length
+        return most if backlog >= most else min(captured, most)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Pages for the token it computes next, preempting newer ones; False: not in this step."""

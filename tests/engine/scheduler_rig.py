@@ -161,6 +161,7 @@ class Rig:
     max_num_seqs: int = 6
     max_num_batched_tokens: int = 24
     max_chunk: int = 24
+    captured_chunk: int = 0
     max_adapters: int = 3
     max_adapter_pages: int | None = None
     fair_by: FairBy = "tenant"
@@ -171,7 +172,7 @@ class Rig:
         self.random = random.Random(self.seed)
         limits = Limits(
             self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk, self.max_adapters,
-            books.pool.usable, 2.0, 60.0, self.max_adapter_pages,
+            books.pool.usable, 2.0, 60.0, self.max_adapter_pages, self.captured_chunk,
         )  # fmt: skip
         self.model = PageModel(books, limits, self.random)
         poison = books.pool._poison

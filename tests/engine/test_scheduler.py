@@ -13,7 +13,10 @@ def _walk(steps: int, seed: int) -> Counter[str]:
     """Random traffic from start to rest; how often what was seen."""
     budget, steps_ahead = (8 if seed % 2 else None), seed // 2 % 2
     books = Books(num_pages=36, num_slots=6)
-    rig = Rig(seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead)
+    rig = Rig(
+        seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead,
+        captured_chunk=seed // 4 % 2 * 8,
+    )  # fmt: skip
     rig.books.copier.instant = False
     choose = rig.random
     rig.model.faults = choose.choice((0.0, 0.01))
@@ -87,6 +90,36 @@ def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
         assert [row.length for row in rig.model.batches[-1].rows] == [1, 1, 8]
     rig.step()
     assert [row.length for row in rig.model.batches[-1].rows] == [1, 1, 4]
+
+
+def test_few_prompt_tokens_stay_within_a_captured_step_and_many_take_a_whole_one() -> None:
+    rig = Rig(books=Books(num_pages=100), max_num_batched_tokens=64, max_chunk=32, captured_chunk=8)
+    rig.submit([2] * 4, max_tokens=60)
+    rig.step()
+
+    def lengths_of(steps: int) -> list[list[int]]:
+        for _ in range(steps):
+            rig.step()
+        return [[row.length for row in batch.rows] for batch in rig.model.batches[-steps:]]
+
+    rig.submit([3] * 20, max_tokens=2)
+    assert lengths_of(3) == [[1, 8], [1, 8], [1, 4]], "20 tokens are no whole step"
+    rig.submit([4] * 20, max_tokens=2)
+    rig.submit([5] * 20, max_tokens=2)
+    assert lengths_of(2) == [[1, 1, 20, 12], [1, 1, 8]], "40 are, and 8 are left"
+
+
+def test_those_without_a_place_do_not_make_a_step_a_whole_one() -> None:
+    rig = Rig(
+        books=Books(num_pages=100), max_num_seqs=2, max_num_batched_tokens=64, max_chunk=32,
+        captured_chunk=8,
+    )  # fmt: skip
+    rig.submit([2] * 4, max_tokens=60)
+    rig.step()
+    for token in (3, 4, 5):
+        rig.submit([token] * 20, max_tokens=2)
+    rig.step()
+    assert [row.length for row in rig.model.batches[-1].rows] == [1, 8]
 
 
 def test_arrival_order_and_no_overtaking_for_pages() -> None:
