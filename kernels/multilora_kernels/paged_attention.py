@@ -15,36 +15,16 @@ Whatever a page holds outside [lo, seq_len) is never multiplied: freed pages hol
 A sequence's rows do not depend on what else is in the batch, bit for bit.
 """
 
-from dataclasses import dataclass
-
 import torch
 
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.kv_pages import FP8, kv_pages
 from multilora_kernels.launch import on_host
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.paged_decode import decode_ref, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_ref
 
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """Which token rows belong to which sequence, and where their keys and values lie.
-
-    Sequences with one query token come first (`num_decodes` of them). Under a captured graph the
-    tensors are fixed buffers and the host integers are capacities.
-    """
-
-    query_start: torch.Tensor  # int32 [B + 1], first token row of each sequence
-    seq_lens: torch.Tensor  # int32 [B], tokens of context, this step's included
-    page_table: torch.Tensor  # int32 [B, max_pages]; entries past the context are never used
-    num_decodes: int
-    max_query_len: int
-    max_seq_len: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Rows of the page table."""
-        return self.page_table.shape[0]
+__all__ = ["AttentionBatch", "paged_attention", "paged_attention_ref"]
 
 
 def _check(

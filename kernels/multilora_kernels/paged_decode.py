@@ -15,13 +15,14 @@ where it happens. The grid depends on shapes alone: a captured graph replays for
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.kv_pages import (
     compute_type,
     gather_kv,
@@ -31,9 +32,6 @@ from multilora_kernels.kv_pages import (
 )
 from multilora_kernels.launch import Chip, chip_for, chip_of, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
-
-if TYPE_CHECKING:
-    from multilora_kernels.paged_attention import AttentionBatch
 
 # Rows times KV heads that one launch may have; the arrival counters are allocated once.
 MAX_COUNTERS = 1 << 17
@@ -332,7 +330,7 @@ def paged_decode(
     pool: torch.Tensor,
     layer: int,
     num_kv_heads: int,
-    batch: "AttentionBatch",
+    batch: AttentionBatch,
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,

@@ -7,13 +7,14 @@ in place. A program handles BLOCK_M rows: consecutive tokens times the query hea
 which read the same keys. Keys that every row of the tile sees are multiplied without a mask.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.kv_pages import (
     compute_type,
     gather_kv,
@@ -23,9 +24,6 @@ from multilora_kernels.kv_pages import (
 )
 from multilora_kernels.launch import Chip, cdiv, chip_of, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
-
-if TYPE_CHECKING:
-    from multilora_kernels.paged_attention import AttentionBatch
 
 
 @triton.jit
@@ -209,7 +207,7 @@ def paged_prefill(
     pool: torch.Tensor,
     layer: int,
     num_kv_heads: int,
-    batch: "AttentionBatch",
+    batch: AttentionBatch,
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,
