@@ -11,18 +11,21 @@ import pytest
 
 STORAGES = ("none", "fp8", "awq")
 GIB = 2**30
+LIMIT_S = 60  # of one start: kernels that nobody compiled yet take half of it
 
 
-def probe(**asked: Any) -> dict[str, Any]:
-    """What tests/e2e/plan_probe.py prints, and into $MLORA_TEST_OUTPUT/plan.jsonl if it is set."""
+def probe(tmp_path: Path, **asked: Any) -> dict[str, Any]:
+    """The result of tests/e2e/plan_probe.py. Every line that it printed stays, whatever becomes of
+    it: in $MLORA_TEST_OUTPUT/plan.jsonl, if that is set."""
     command = [sys.executable, "-m", "tests.e2e.plan_probe", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    lines = Path(os.environ.get("MLORA_TEST_OUTPUT", tmp_path)) / "plan.jsonl"
+    with lines.open("a") as file:
+        done = subprocess.run(
+            command, stdout=file, stderr=subprocess.PIPE, text=True, cwd=root, timeout=LIMIT_S
+        )
     assert done.returncode == 0, done.stderr[-4000:]
-    line = done.stdout.splitlines()[-1]
-    if out := os.environ.get("MLORA_TEST_OUTPUT"):
-        with (Path(out) / "plan.jsonl").open("a") as file:
-            file.write(line + "\n")
-    found: dict[str, Any] = json.loads(line)
+    found: dict[str, Any] = json.loads(lines.read_text().splitlines()[-1])
     return found
 
 
@@ -34,15 +37,22 @@ def report(found: dict[str, Any]) -> str:
         f" {found['allocated'].get(part, 0):,}"
         for part in parts
     ]
-    return "\n".join([*rows, f"metered: {found['metered']}"])
+    return "\n".join([*rows, f"peaks: {found['peaks']}", f"books: {found['books']}"])
+
+
+def check(found: dict[str, Any]) -> None:
+    """Every part within 2 %, and all of it within the limit."""
+    assert found["deviations"] == {}, report(found)
+    reserved = max(peak["reserved_in_all"] for peak in found["peaks"].values())
+    assert reserved <= found["limit"], report(found)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_on_a_cpu(storage: str) -> None:
+def test_on_a_cpu(storage: str, tmp_path: Path) -> None:
     """A-PERF-04: what every part took is what was planned, to the byte."""
     config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1,
               "pool_bytes": 4 * 2**20, "max_model_len": 256}  # fmt: skip
-    found = probe(storage=storage, model="tiny", device="cpu", adapters=4, host_bytes=2**28,
+    found = probe(tmp_path, storage=storage, model="tiny", device="cpu", host_bytes=2**28,
                   config=config)  # fmt: skip
     assert found["deviations"] == {}, report(found)
     for part in ("weights", "pool", "tables"):
@@ -50,27 +60,23 @@ def test_on_a_cpu(storage: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("storage", STORAGES)
-def test_an_8b_on_the_card(storage: str) -> None:
-    """Within 2 % by part at the limits of the default fleet file; the rest is what the driver
-    takes for the process, and lies in what memory.device_fraction leaves."""
+def test_an_8b_in_16_bits(tmp_path: Path) -> None:
+    """The limits of the default fleet file, and steps with prompts captured too."""
+    config = {"device_bytes": 40 * GIB, "capture_prompts": True}
     found = probe(
-        storage=storage, model="llama-3-8b", device="cuda:0", config={"device_bytes": 40 * GIB}
+        tmp_path, storage="none", model="llama-3-8b", device="cuda:0", watch=True, config=config
     )
-    print(report(found))
-    assert found["reserved_at_the_end"] <= found["limit"], report(found)
-    at_start = found["metered"]["everything at start"] / found["planned_at_start"]
-    assert at_start == pytest.approx(1, abs=0.02), report(found)
-    assert found["deviations"] == {}, report(found)
+    check(found)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", STORAGES[1:])
-def test_the_plan_of_an_rtx_4090_run_for_real(storage: str) -> None:
+def test_the_plan_of_an_rtx_4090_run_for_real(storage: str, tmp_path: Path) -> None:
     """22 GiB, 64 sequences: all that the engine takes of a card of 24 GB with a 4-bit or FP8 8B."""
     limits = {"device_bytes": 22 * GIB, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
-    found = probe(storage=storage, model="llama-3-8b", device="cuda:0", config=limits)
-    print(report(found))
-    assert found["reserved_at_the_end"] <= found["limit"], report(found)
-    context = found["metered"]["context at the end"]
-    assert found["reserved_at_the_end"] + context <= 24564 * 2**20, report(found)
+    found = probe(
+        tmp_path, storage=storage, model="llama-3-8b", device="cuda:0", watch=True, config=limits
+    )
+    check(found)
+    reserved = max(peak["reserved_in_all"] for peak in found["peaks"].values())
+    assert reserved + found["books"]["outside"] <= 24564 * 2**20, report(found)
