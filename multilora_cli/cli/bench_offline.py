@@ -33,7 +33,7 @@ def offline(
     rounds: flags.OfflineRounds = 1,
     adapters: flags.OfflineAdapters = 64,
     loads: flags.OfflineLoads = 0,
-    capture_prompts: flags.CapturePrompts = False,
+    capture_prompts: flags.CapturePrompts = True,
     device: flags.OfflineDevice = "auto",
     kv: flags.OfflineKv = "9GiB",
     tight_pool: flags.OfflineTightPool = "2.69GiB",

@@ -37,7 +37,7 @@ class StepSizes:
     max_context: int  # tokens of the longest sequence
     chip: Chip | None  # the card; None: a CPU
     captured: bool = True  # decode steps as CUDA graphs; never on a CPU
-    captured_prompts: bool = False  # and steps with short chunks of prompts
+    captured_prompts: bool = True  # and steps with short chunks of prompts
 
     @classmethod
     def of_limits(

@@ -64,7 +64,7 @@ def test_a_16_bit_8b_does_not_fit_13_gib_and_says_what_would(fleet: Path) -> Non
 
 def test_one_request_too_long_for_the_pool_is_a_no(fleet: Path) -> None:
     plan = planned(
-        fleet, "--gpu", "4090", "--set", "memory.device_bytes=17GiB", code=1,
+        fleet, "--gpu", "4090", "--set", "memory.device_bytes=17.4GiB", code=1,
     )  # fmt: skip
     assert plan["fits"] is False and "max_model_len" in plan["problems"][0]
 
