@@ -1,11 +1,12 @@
 """How long a load must take at least on a card: what any engine has to read and multiply.
 
 A decode step of B rows reads the weights once, every row's KV, and each distinct adapter once.
-Adapters of a step are those of B requests drawn without replacement, as when shuffled requests
-are served first come first served. Prefill multiplies at the share of the matrix rate that whole
-layers reach. Arrivals are not counted, so the bound is one for saturated loads.
+Which rows a step has is that of requests served first come first served. Prefill multiplies at the
+share of the matrix rate that whole layers reach. Arrivals are not counted, so the bound is one for
+saturated loads.
 """
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,8 +54,8 @@ def workload_bound(
     tokens = sum(request.output_tokens for request in requests)
     per_token = costs.geometry.kv_bytes_per_token(costs.kv_itemsize)
     kv = per_token * sum(_contexts(request) for request in requests)
-    step = read_bytes(costs.base) + distinct_bytes(requests, batch, costs.adapter_bytes)
-    decode_s = (tokens / batch * step + kv) / costs.gpu.read_bytes_s
+    steps, adapters = step_reads(requests, batch, costs.adapter_bytes)
+    decode_s = (steps * read_bytes(costs.base) + adapters + kv) / costs.gpu.read_bytes_s
     prefill_s = sum(
         prefill_seconds(costs.geometry, length, costs.gpu, fp8=costs.fp8) * count
         for length, count in Counter(request.input_tokens for request in requests).items()
@@ -62,23 +63,38 @@ def workload_bound(
     return Bound(decode_s, prefill_s, batch, tokens / (decode_s + prefill_s))
 
 
-def distinct_bytes(
+def step_reads(
     requests: Sequence[BenchRequest], batch: int, adapter_bytes: Mapping[int, int]
-) -> float:
-    """Expected bytes of the distinct adapters among `batch` of the requests."""
-    counts = Counter(r.adapter for r in requests if r.adapter is not None)
-    return sum(
-        adapter_bytes.get(adapter, 0) * _present(count, batch, len(requests))
-        for adapter, count in counts.items()
-    )
+) -> tuple[int, int]:
+    """Decode steps of a whole load, and bytes of adapters that they read together.
 
+    At most `batch` answers run at once, first come first served, and each has a token in every
+    step: towards the end fewer and fewer run, and a step reads the weights for them all the same.
+    """
+    running: list[tuple[int, int]] = []  # the step an answer ends with, and its place in `requests`
+    rows: Counter[int | None] = Counter()  # that run, by adapter
+    step = total = distinct = 0  # `distinct`: bytes of the adapters that a step reads now
 
-def _present(count: int, batch: int, total: int) -> float:
-    """Chance that one of `count` among `total` is in a draw of `batch` without replacement."""
-    absent = 1.0
-    for taken in range(batch):
-        absent *= max(total - count - taken, 0) / (total - taken)
-    return 1.0 - absent
+    def end_one() -> None:
+        nonlocal step, total, distinct
+        ends, place = heapq.heappop(running)
+        total += (ends - step) * distinct
+        step = ends
+        adapter = requests[place].adapter
+        rows[adapter] -= 1
+        if adapter is not None and not rows[adapter]:
+            distinct -= adapter_bytes.get(adapter, 0)
+
+    for place, request in enumerate(requests):
+        if len(running) == batch:
+            end_one()
+        if request.adapter is not None and not rows[request.adapter]:
+            distinct += adapter_bytes.get(request.adapter, 0)
+        rows[request.adapter] += 1
+        heapq.heappush(running, (step + request.output_tokens, place))
+    while running:
+        end_one()
+    return step, total
 
 
 def _contexts(request: BenchRequest) -> int:

@@ -6,8 +6,10 @@ prompts of its own, so that no prefix cache answers for the model.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from multilora_cli.bench.arms import Arm, Program
+from multilora_cli.bench.bound import Bound, Costs, workload_bound
 from multilora_cli.bench.churn import Mark, churning, evict, reload
 from multilora_cli.bench.loadgen import (
     Load,
@@ -46,6 +48,8 @@ class Pass:
     measures: Measures
     known: Known
     marks: tuple[Mark, ...] = ()
+    mean_output: float = 0.0  # tokens that a request of the load asks for
+    bound: Bound | None = None  # of what was done, where the card is known
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Settings:
     ranks: Mapping[str, int] = field(default_factory=dict)  # from the fleet file
     tell: Callable[[str, Progress], None] | None = None
     ended: Callable[[Pass], None] | None = None
+    costs: Costs | None = None  # of the first side's fleet on its card
+    limit_s: float | None = None  # of every load
 
 
 async def run_program(
@@ -74,6 +80,8 @@ async def run_program(
             notes.append(f"{arm.label} is left out: {error.message}")
             continue
         done = await _one_pass(side, arm, turn, settings)
+        if settings.costs is not None and side is sides[0]:
+            done = replace(done, bound=_bound(done, arm, settings.costs))
         passes.append(done)
         if settings.ended is not None:
             settings.ended(done)
@@ -130,6 +138,7 @@ async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pa
         concurrency=arm.concurrency,
         open_loop=arm.open_loop,
         salt=turn.salt,
+        limit_s=settings.limit_s,
         tell=None if tell is None else lambda progress: tell(label, progress),
     )
     used = _used(side, arm)
@@ -153,7 +162,20 @@ async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pa
         open_loop=arm.open_loop,
     )
     measures = _with_server(measures, before, after)
-    return Pass(side.label, arm.label, turn.round, result, measures, known, tuple(marks))
+    asked = fmean(request.output_tokens for request in arm.requests)
+    return Pass(side.label, arm.label, turn.round, result, measures, known, tuple(marks), asked)
+
+
+def _bound(done: Pass, arm: Arm, costs: Costs) -> Bound | None:
+    """The bound of what a saturated load really did: all of it, or what came before it was cut."""
+    if arm.open_loop:
+        return None
+    came = [
+        replace(arm.requests[record.index], output_tokens=record.output_tokens)
+        for record in done.result.records
+        if record.error is None and record.output_tokens
+    ]
+    return workload_bound(came, arm.concurrency, costs) if came else None
 
 
 def _used(side: Side, arm: Arm) -> list[Adapter]:
@@ -188,7 +210,7 @@ async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
 
 def _stop_if_dead(side: Side, result: LoadResult) -> None:
     """A server that is gone ends the run; anything less is a figure."""
-    if all(record.error == "unreachable" for record in result.records):
+    if result.records and all(r.error == "unreachable" for r in result.records):
         raise Unreachable(f"{side.target.url}: the server went away: {result.records[0].detail}")
 
 

@@ -5,7 +5,7 @@ file whose adapters are `dummy:` ones. Any id gives text, as a real model's do.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from multilora_cli.bench.geometries import config_folder
 from multilora_cli.bench.neutral import Setting
 from multilora_cli.text.pieces import byte_alphabet
 
+_PINNED_MAX = 256  # adapters; more of them need not fit a device
 _END = "<|end|>"
 _SPACE = "\u0120"  # how byte-level tokenizers write one
 _SYLLABLES = "aeiou", "bdfgklmnprstvz"
@@ -21,13 +22,23 @@ _BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": True, "use_regex": Tru
 _CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def write_fleet(folder: Path, model: str, quantization: str, setting: Setting) -> Path:
-    """Write base, tokenizer and fleet file below `folder`; gives the fleet file. BadInput."""
+def write_fleet(folder: Path, model: str, quantization: str, settings: Sequence[Setting]) -> Path:
+    """Write base, tokenizer and fleet file below `folder`; gives the fleet file. BadInput.
+
+    The names of each setting's adapters are in a file of its own, for --adapters-from.
+    """
     write_base(folder, model, quantization)
-    adapters = [
-        {"name": f"{setting.name}-{index}", "source": source, "pin": "hot"}
-        for index, source in enumerate(setting.sources)
-    ]
+    adapters: list[dict[str, str]] = []
+    for setting in settings:
+        mine = [
+            {"name": f"{setting.name}-{index}", "source": source}
+            for index, source in enumerate(setting.sources)
+        ]
+        names = "".join(f"{adapter['name']}\n" for adapter in mine)
+        (folder / f"{setting.name}.names").write_text(names, encoding="utf-8")
+        adapters += mine
+    if len(adapters) <= _PINNED_MAX:
+        adapters = [{**adapter, "pin": "hot"} for adapter in adapters]
     fleet = {
         "base": {
             "model": "./base",

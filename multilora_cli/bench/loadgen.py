@@ -21,6 +21,7 @@ from multilora_cli.bench.target import PATHS, Target, error_message
 
 _TICK_S = 0.02  # how often the loop's own lag is sampled
 _TELL_S = 0.25  # how often progress is told
+_CUT = "cut by the end of the load"  # not an error, so no record has it as one
 _HEADERS = {"content-type": "application/json", "accept": "text/event-stream"}
 
 
@@ -54,6 +55,7 @@ class RequestRecord:
     counted: bool  # the server told its usage; otherwise pieces of text stand for tokens
     error: str | None = None
     detail: str = ""
+    is_cut: bool = False  # the load ended before its answer did; not an error
 
     @property
     def ttft_s(self) -> float | None:
@@ -89,7 +91,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Every record of a load in the order of its requests, and the generator's own cost."""
+    """A record of every request that was sent, in their order, and the generator's own cost."""
 
     records: tuple[RequestRecord, ...]
     duration_s: float
@@ -116,6 +118,7 @@ class Load:
     concurrency: int | None = None
     open_loop: bool = False  # at their arrival times
     salt: int = 0  # of the prompts of this pass
+    limit_s: float | None = None  # the load ends then, and what is in flight is cut
     tell: Callable[[Progress], None] | None = None
 
 
@@ -139,9 +142,21 @@ class _Run:
     def now(self) -> float:
         return time.perf_counter() - self.start
 
+    @property
+    def is_over(self) -> bool:
+        return self.load.limit_s is not None and self.now() >= self.load.limit_s
+
+    def until_end(self) -> asyncio.Timeout:
+        """Ends what runs in it when the load ends."""
+        limit_s = self.load.limit_s
+        return asyncio.timeout(None if limit_s is None else max(limit_s - self.now(), 0.0))
+
 
 async def run_load(target: Target, requests: Sequence[PlannedRequest], load: Load) -> LoadResult:
-    """Send every request and wait for every answer; a failed one is a record, never a raise."""
+    """Send every request and wait for every answer; a failed one is a record, never a raise.
+
+    With `load.limit_s` only what can be sent by then is sent.
+    """
     run = _Run(target, requests, load)
     cpu = time.process_time()
     watch = asyncio.create_task(_watch(run))
@@ -152,7 +167,7 @@ async def run_load(target: Target, requests: Sequence[PlannedRequest], load: Loa
         await asyncio.gather(watch, return_exceptions=True)
     duration = run.now()
     _tell(run)
-    records = tuple(run.records[index] for index in range(len(requests)))
+    records = tuple(run.records[index] for index in sorted(run.records))
     overhead = _overhead(run, time.process_time() - cpu, duration)
     return LoadResult(records, duration, overhead)
 
@@ -163,6 +178,8 @@ async def _closed_loop(run: _Run) -> None:
 
     async def work() -> None:
         for index in queue:
+            if run.is_over:
+                return
             await _send(run, index, run.now())
 
     workers = min(run.load.concurrency or len(run.requests), len(run.requests))
@@ -178,12 +195,15 @@ async def _open_loop(run: _Run) -> None:
             await _send(run, index, due)
             return
         async with gate:
-            await _send(run, index, due)
+            if not run.is_over:
+                await _send(run, index, due)
 
     async with asyncio.TaskGroup() as group:
         order = sorted(range(len(run.requests)), key=lambda i: run.requests[i].arrival_s)
         for index in order:
             due = run.requests[index].arrival_s
+            if run.load.limit_s is not None and due >= run.load.limit_s:
+                return  # and so are all that follow
             if (wait := due - run.now()) > 0:
                 await asyncio.sleep(wait)
             group.create_task(one(index, due))
@@ -220,13 +240,18 @@ async def _stream(run: _Run, raw: bytes, answer: Answer) -> tuple[str | None, st
     """Read one answer to its end; gives the kind of error and its words."""
     url = run.target.url + PATHS[run.load.prompts.style]
     try:
-        async with run.target.session.post(url, data=raw, headers=_HEADERS) as response:
+        async with (
+            run.until_end() as limit,
+            run.target.session.post(url, data=raw, headers=_HEADERS) as response,
+        ):
             if response.status >= 400:
                 return f"http_{response.status}", error_message(await response.read())
             async for data in response.content.iter_any():
                 if pieces := answer.feed(data, run.now()):
                     run.events += pieces
     except TimeoutError:
+        if limit.expired():
+            return _CUT, ""
         return "timeout", f"no whole answer within {run.target.timeout_s:g} s"
     except aiohttp.ClientConnectorError as failure:
         return "unreachable", str(failure)
@@ -249,12 +274,14 @@ def _record(
     request = run.requests[index]
     scheduled_s, sent_s = times
     error, detail = failure
+    is_cut = error is _CUT
+    error = None if is_cut else error
     if error is None and (other := _other_model(request, answer)) is not None:
         error, detail = "wrong_model", f"asked {request.model}, answered by {other}"
     counted = answer.output_tokens is not None
     output = len(answer.times_s) if answer.output_tokens is None else answer.output_tokens
     first = answer.times_s[0] if answer.times_s else None
-    if error is None and first is None:
+    if error is None and first is None and not is_cut:
         first = run.now()  # tokens without any text: the end is the first sign of them
     if first is not None:
         run.ttft_sum_s += first - scheduled_s
@@ -275,6 +302,7 @@ def _record(
         counted=counted,
         error=error,
         detail=detail,
+        is_cut=is_cut,
     )
 
 

@@ -65,7 +65,7 @@ class Slo:
 
     def kept(self, record: RequestRecord) -> bool:
         """Whether one request kept it."""
-        if record.error is not None:
+        if record.error is not None or record.is_cut:
             return False
         pairs = (
             (self.ttft_s, record.ttft_s),
@@ -79,7 +79,7 @@ class Slo:
 class Measures:
     """One pass of a load."""
 
-    requests: int
+    requests: int  # that were sent
     completed: int
     errors: Mapping[str, int]  # by kind
     duration_s: float  # with drain
@@ -103,6 +103,7 @@ class Measures:
     usage_counted: bool  # by the server; otherwise pieces of text stand for tokens
     pieces: int  # of text; fewer than output tokens where a piece holds several
     adapters: int  # different ones that were asked
+    cut: int  # in flight when the load ended
     per_adapter: tuple[Group, ...]
     per_rank: tuple[Group, ...] = ()
     per_tier: tuple[Group, ...] = ()
@@ -128,8 +129,13 @@ def measure(
     slo: Slo | None = None,
     open_loop: bool = False,
 ) -> Measures:
-    """Every figure of one pass."""
+    """Every figure of one pass.
+
+    An answer that the end of the load has cut counts with the tokens that came; it is neither
+    completed nor an error, and tells no time to its end.
+    """
     good = [record for record in records if record.error is None]
+    whole = [record for record in good if not record.is_cut]
     known = known or Known()
     per_adapter = _groups(records, lambda record: record.adapter or BASE)
     wall = max(duration_s, 1e-9)
@@ -137,18 +143,19 @@ def measure(
     jain, worst = fairness(per_adapter)
     return Measures(
         requests=len(records),
-        completed=len(good),
+        completed=len(whole),
+        cut=len(good) - len(whole),
         errors=dict(sorted(Counter(r.error for r in records if r.error is not None).items())),
         duration_s=duration_s,
         offered_rate=len(records) / last_due if open_loop and last_due > 0 else None,
-        requests_per_s=len(good) / wall,
+        requests_per_s=len(whole) / wall,
         input_tokens_per_s=sum(record.input_tokens for record in good) / wall,
         output_tokens_per_s=sum(record.output_tokens for record in good) / wall,
         strip_tokens_per_s=strip_rate(good),
         ttft=spread(r.ttft_s for r in good),
         itl=spread(_gaps(good)),
         request_itl=spread(r.itl_s for r in good),
-        e2e=spread(r.e2e_s for r in good),
+        e2e=spread(r.e2e_s for r in whole),
         slo_attainment=attainment(records),
         satisfaction=satisfaction(records),
         goodput_per_s=None if slo is None else sum(map(slo.kept, records)) / wall,
@@ -157,7 +164,7 @@ def measure(
         input_length=moments([record.input_tokens for record in records]),
         output_length=moments([record.output_tokens for record in good]),
         cached_tokens=sum(record.cached_tokens for record in good),
-        usage_counted=all(record.counted for record in good),
+        usage_counted=all(record.counted for record in whole),
         pieces=sum(len(record.times_s) for record in good),
         adapters=len({record.adapter for record in records} - {None}),
         per_adapter=per_adapter,
@@ -184,12 +191,14 @@ def moments(lengths: Sequence[int]) -> Moments:
 
 def attainment(records: Sequence[RequestRecord], ttft_s: float = SLO_TTFT_S) -> float:
     """Share of all requests whose first token came in time; failed ones are misses."""
+    records = _told(records, ttft_s)
     met = sum(r.error is None and r.ttft_s is not None and r.ttft_s < ttft_s for r in records)
     return met / len(records) if records else 0.0
 
 
 def satisfaction(records: Sequence[RequestRecord], ttft_s: float = SLO_TTFT_S) -> float:
     """Mean of 1 - (t / 6 s)^2 over all requests, 0 from 6 s on and for failed ones."""
+    records = _told(records, ttft_s)
     scores = [
         max(1 - (record.ttft_s / ttft_s) ** 2, 0.0)
         if record.error is None and record.ttft_s is not None
@@ -197,6 +206,15 @@ def satisfaction(records: Sequence[RequestRecord], ttft_s: float = SLO_TTFT_S) -
         for record in records
     ]
     return fmean(scores) if scores else 0.0
+
+
+def _told(records: Sequence[RequestRecord], ttft_s: float) -> list[RequestRecord]:
+    """Without those that were cut while their first token could still have come in time."""
+    return [
+        record
+        for record in records
+        if not (record.is_cut and record.first_s is None and record.e2e_s < ttft_s)
+    ]
 
 
 def strip_rate(records: Sequence[RequestRecord]) -> float:
@@ -262,16 +280,17 @@ def _groups(
 
 def _group(name: str, records: Sequence[RequestRecord]) -> Group:
     good = [record for record in records if record.error is None]
+    whole = [record for record in good if not record.is_cut]
     speeds = [r.output_tokens / r.e2e_s for r in good if r.e2e_s > 0]
     return Group(
         name=name,
         requests=len(records),
-        completed=len(good),
+        completed=len(whole),
         input_tokens=sum(record.input_tokens for record in good),
         output_tokens=sum(record.output_tokens for record in good),
         ttft=spread(record.ttft_s for record in good),
         itl=spread(record.itl_s for record in good),
-        e2e=spread(record.e2e_s for record in good),
+        e2e=spread(record.e2e_s for record in whole),
         tokens_per_s=fmean(speeds) if speeds else None,
     )
 

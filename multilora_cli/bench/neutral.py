@@ -6,9 +6,11 @@ prefix. A setting says which adapters they ask for: request i asks for adapter i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 
+from multilora_cli.bench.workload import SLORA_RANKS
 from multilora_cli.engine.messages import AdapterRef, SamplingParams, Submit
 from multilora_cli.errors import BadInput
 
@@ -31,39 +33,50 @@ class Setting:
 
 
 def make_settings(
-    names: Sequence[str], count: int = ADAPTERS, *, flag: str = "--settings"
+    names: Sequence[str],
+    count: int = ADAPTERS,
+    *,
+    flag: str = "--settings",
+    layers: int | None = None,
 ) -> tuple[Setting, ...]:
-    """Settings by name, with `count` adapters where they are distinct. Raises BadInput."""
-    known = {setting.name: setting for setting in _all_settings(count)}
+    """Settings by name, with `count` adapters where they are distinct; only the first `layers` of
+    these have numbers, None: all. Raises BadInput."""
+    known = {setting.name: setting for setting in _all_settings(count, layers)}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BadInput(f"{flag} {','.join(unknown)}: expected some of {','.join(known)}")
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
-SETTINGS = ("base", "one", "distinct", "mixed", "pool")
+def _all_settings(count: int, layers: int | None) -> tuple[Setting, ...]:
+    def sources(targets: str, *ranks: int, first_seed: int = 0) -> tuple[str, ...]:
+        """Of `count` adapters, ranks dealt in turn."""
+        pairs = zip(range(first_seed, first_seed + count), cycle(ranks), strict=False)
+        return tuple(_source(rank, targets, seed, layers) for seed, rank in pairs)
 
-
-def _all_settings(count: int) -> tuple[Setting, ...]:
-    ranks = (8, 16, 32, 64)
     return (
         Setting("base", "base only"),
-        Setting("one", "1 adapter r16 on all seven, shared", (_source(16, "all", 0),)),
-        Setting(
-            "distinct",
-            f"{count} distinct r16 on all seven",
-            tuple(_source(16, "all", seed) for seed in range(count)),
-        ),
+        Setting("one", "1 adapter r16 on all seven, shared", (_source(16, "all", 0, layers),)),
+        Setting("distinct", f"{count} distinct r16 on all seven", sources("all", 16)),
         Setting(
             "mixed",
             f"{count} distinct r8/16/32/64 on attention",
-            tuple(_source(ranks[seed % 4], "attention", seed) for seed in range(count)),
+            sources("attention", 8, 16, 32, 64),
         ),
         Setting(
             "pool",
             f"{count} distinct r16 on attention, one pool",
-            tuple(_source(16, "attention", seed) for seed in range(count)),
+            sources("attention", 16),
             is_tight=True,
+        ),
+        *(
+            Setting(
+                name.lower(),
+                f"{count} distinct of S-LoRA's {name}: {'/'.join(map(str, ranks))} on attention",
+                # Other seeds, so that one fleet can have several settings without the same adapter.
+                sources("attention", *ranks, first_seed=100_000 * place),
+            )
+            for place, (name, ranks) in enumerate(SLORA_RANKS.items(), start=1)
         ),
     )
 
@@ -74,8 +87,9 @@ def loading_setting(count: int) -> Setting:
     return Setting("loads", f"{count} distinct r16 on attention, loaded one by one", sources)
 
 
-def _source(rank: int, targets: str, seed: int) -> str:
-    return f"dummy:rank={rank},targets={targets},seed={seed}"
+def _source(rank: int, targets: str, seed: int, layers: int | None = None) -> str:
+    text = f"dummy:rank={rank},targets={targets},seed={seed}"
+    return text if layers is None else f"{text},layers={layers}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Cells of the engine benchmark as JSON lines and as a table: batch sizes side by side."""
 
-import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +14,8 @@ from typing import Any
 from multilora_cli.bench.environment import command_line, commit, gpu_names
 from multilora_cli.bench.neutral import Setting, Shape
 from multilora_cli.bench.offline import Figures
+from multilora_cli.bench.rows import rounded
 from multilora_cli.bench.tables import Table
-from multilora_cli.errors import BadInput
 from multilora_cli.sizing.bound import decode_bound
 from multilora_cli.sizing.budget import BaseBytes
 from multilora_cli.sizing.hardware import Gpu
@@ -72,15 +71,6 @@ def bound_ms(
     """
     context = shape.input_tokens + shape.output_tokens // 2
     return decode_bound(base, kv_per_token, [context] * batch, adapters[:batch], gpu).seconds * 1e3
-
-
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """One more line, on disk before the next cell starts: a time limit loses only what follows."""
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:
-        raise BadInput(f"--output {path}: {error.strerror or error}") from None
 
 
 class Phases:
@@ -179,14 +169,3 @@ def _cell_text(record: Mapping[str, Any] | None) -> str:
     bound = record.get("bound_ms")
     share = f" ({bound:.2f})" if bound is not None else ""
     return f"{record['step_ms']:.2f}{share} {record['output_tokens_per_s']:,.0f}"
-
-
-def rounded(value: Any) -> Any:
-    """Floats to five digits, inside of anything."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    return value

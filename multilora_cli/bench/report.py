@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from multilora_cli.bench.bound import Bound
 from multilora_cli.bench.campaign import Pass
 from multilora_cli.bench.measure import Known, Measures, Slo, measure
 from multilora_cli.bench.series import cdf, timeline
@@ -23,20 +22,12 @@ def build_report(
     facts: Mapping[str, Any],
     notes: Sequence[str],
     slo: Slo | None = None,
-    bounds: Mapping[str, Bound] | None = None,
 ) -> dict[str, Any]:
-    """The whole result; `facts` says where, with what and how it was made.
-
-    `bounds` are those of the first side's arms, by label.
-    """
+    """The whole result; `facts` says where, with what and how it was made."""
     groups: dict[tuple[str, str], list[Pass]] = {}
     for done in passes:
         groups.setdefault((done.side, done.arm), []).append(done)
-    mine = passes[0].side if passes else ""
-    arms = [
-        _arm(group, slo) | _bound((bounds or {}).get(label) if side == mine else None, group)
-        for (side, label), group in groups.items()
-    ]
+    arms = [_arm(group, slo) for group in groups.values()]
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -58,19 +49,25 @@ def _arm(group: Sequence[Pass], slo: Slo | None) -> dict[str, Any]:
         "rounds": [_round(done) for done in group],
         "cdf": {
             "ttft_s": cdf(r.ttft_s for p in group for r in p.result.records if r.error is None),
-            "e2e_s": cdf(r.e2e_s for p in group for r in p.result.records if r.error is None),
+            "e2e_s": cdf(
+                r.e2e_s for p in group for r in p.result.records if r.error is None and not r.is_cut
+            ),
         },
         "timeline": {**timeline(first.result), "marks": [asdict(mark) for mark in first.marks]},
         "generator": [asdict(done.result.overhead) for done in group],
+        "bound": bound_of(group),
     }
 
 
-def _bound(bound: Bound | None, group: Sequence[Pass]) -> dict[str, Any]:
-    """The arm's bound, and the share of it that the mean round reached."""
-    if bound is None:
-        return {"bound": None}
-    rate = fmean(done.measures.output_tokens_per_s for done in group)
-    return {"bound": {**asdict(bound), "share": rate / bound.output_tokens_per_s}}
+def bound_of(group: Sequence[Pass]) -> dict[str, Any] | None:
+    """The bound of an arm's first round, and the mean share of its bound that a round reached."""
+    pairs = [(done, done.bound) for done in group if done.bound is not None]
+    if not pairs:
+        return None
+    share = fmean(
+        done.measures.output_tokens_per_s / bound.output_tokens_per_s for done, bound in pairs
+    )
+    return {**asdict(pairs[0][1]), "share": share}
 
 
 def merge(group: Sequence[Pass], slo: Slo | None) -> Measures:
@@ -178,6 +175,13 @@ def _to_other_side(groups: Mapping[tuple[str, str], Sequence[Pass]]) -> list[dic
 def _notes(arms: Sequence[Mapping[str, Any]]) -> list[str]:
     """What a reader must know before believing a figure."""
     notes = []
+    cut = {arm["label"]: arm["measures"]["cut"] for arm in arms if arm["measures"]["cut"]}
+    if cut:
+        counts = ", ".join(f"{count} of {label}" for label, count in cut.items())
+        notes.append(
+            f"answers in flight when a load ended ({counts}): their tokens count, but they are not"
+            " completed"
+        )
     for arm in arms:
         name = f"{arm['side']} {arm['label']}".strip()
         found = arm["measures"]

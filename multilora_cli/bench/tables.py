@@ -155,14 +155,14 @@ def describe_lengths(report: Mapping[str, Any]) -> str:
     """Realised lengths of the first arm that answered anything."""
     for arm in report["arms"]:
         found = arm["measures"]
-        if found["completed"]:
+        if found["output_length"]["total"]:
             inputs, outputs = found["input_length"], found["output_length"]
             return (
                 f"input {inputs['mean']:.1f} ± {inputs['sd']:.1f} tokens"
                 f" ({inputs['min']} to {inputs['max']}), output {outputs['mean']:.1f} ±"
                 f" {outputs['sd']:.1f} ({outputs['min']} to {outputs['max']})"
             )
-    return "no request completed"
+    return "no request had an answer"
 
 
 def describe_generator(report: Mapping[str, Any]) -> str:

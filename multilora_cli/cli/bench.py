@@ -56,6 +56,7 @@ def run(
     cv: flags.Cv = 1.0,
     concurrency: flags.Concurrency = None,
     lengths: flags.Lengths = None,
+    limit: flags.Limit = None,
     rounds: flags.Rounds = None,
     seed: flags.Seed = 0,
     gpu: flags.Gpu = None,
@@ -70,6 +71,8 @@ def run(
     against_api_key: flags.AgainstApiKey = None,
     report: flags.Report = None,
     output: flags.Output = None,
+    rows: flags.Rows = None,
+    commit: flags.Commit = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -87,6 +90,7 @@ def run(
 
     check_writable(report, "--report")
     check_writable(output, "--output")
+    check_writable(rows, "--rows")
     options = BenchOptions.from_flags(ctx.params, sys.argv[1:])
     _run(Console(as_json=as_json, quiet=quiet), options, report, output)
 
@@ -107,7 +111,7 @@ def _run(console: Console, options: "BenchOptions", page: Path | None, output: P
         console.note(f"the report is in {page}")
     show_report(console, value)
     console.value(value)
-    if not any(arm["measures"]["completed"] for arm in value["arms"]):
+    if not any(arm["measures"]["output_length"]["total"] for arm in value["arms"]):
         raise typer.Exit(1)
 
 

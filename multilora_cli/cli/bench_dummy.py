@@ -15,12 +15,22 @@ def dummy(
         str, typer.Option(help="A shape by name, or a folder with a config.json.")
     ] = "llama-3-8b",
     setting: Annotated[
-        str, typer.Option(help="The adapters: base (none), one, distinct, mixed or pool.")
+        str,
+        typer.Option(
+            help="The adapters: base (none), one, distinct, mixed, pool, or S-LoRA's s1 to s6;"
+            " several with commas."
+        ),
     ] = "distinct",
     adapters: Annotated[
         int, typer.Option(help="How many, where they are distinct.", min=1, max=4096)
     ] = 64,
     quantization: Annotated[str, typer.Option(help="Of the base: none, fp8 or awq.")] = "none",
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers with numbers in an adapter; zeros take no disk. Default: all.", min=1
+        ),
+    ] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -38,7 +48,7 @@ def dummy(
     console = Console(as_json=as_json, quiet=quiet)
     if quantization not in ("none", "fp8", "awq"):
         raise BadInput(f"--quantization {quantization}: expected none, fp8 or awq")
-    [chosen] = make_settings((setting,), adapters, flag="--setting")
+    chosen = make_settings(setting.split(","), adapters, flag="--setting", layers=layers)
     try:
         path = write_fleet(folder, model, quantization, chosen)
     except OSError as error:

@@ -32,6 +32,10 @@ Concurrency = Annotated[
 Lengths = Annotated[
     str | None, typer.Option(help="IN:OUT tokens (16-64:32), or a law such as arena-like.")
 ]
+Limit = Annotated[
+    float | None,
+    typer.Option("--for", help="Seconds after which a load ends; what is in flight is cut.", min=1),
+]
 Rounds = Annotated[int | None, typer.Option(help="How often all loads take turns.", min=1, max=100)]
 Seed = Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0)]
 Gpu = Annotated[
@@ -57,6 +61,12 @@ AgainstApiKey = Annotated[
 ]
 Report = Annotated[Path | None, typer.Option(help="Write one HTML page with tables and plots.")]
 Output = Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")]
+Rows = Annotated[
+    Path | None, typer.Option(help="Append a JSON line to a file for every load that ended.")
+]
+Commit = Annotated[
+    str | None, typer.Option(help="The commit to record where there is no checkout.")
+]
 
 # ---- the engine without HTTP
 
@@ -97,9 +107,6 @@ OfflineCache = Annotated[
     Path | None, typer.Option(help="Keep the adapters here. Default: they are removed.")
 ]
 OfflineOutput = Annotated[Path | None, typer.Option(help="Append JSON lines to a file.")]
-OfflineCommit = Annotated[
-    str | None, typer.Option(help="The commit to record where there is no checkout.")
-]
 CapturePrompts = Annotated[
     bool, typer.Option(help="Also capture steps with short chunks of prompts.")
 ]

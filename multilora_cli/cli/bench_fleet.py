@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from multilora_cli.bench.arms import Program
-    from multilora_cli.bench.bound import Bound, Costs
+    from multilora_cli.bench.bound import Costs
     from multilora_cli.bench.target import Adapter
     from multilora_cli.cli.bench_options import BenchOptions
     from multilora_cli.sizing.hardware import Gpu
@@ -18,26 +17,21 @@ def fleet_ranks(path: Path | None) -> dict[str, int]:
     return {shape.name: shape.max_rank for shape in _request(path, None).adapters}
 
 
-def fleet_bounds(
-    options: "BenchOptions", adapters: "Sequence[Adapter]", program: "Program"
-) -> "dict[str, Bound]":
-    """The bound of every saturated arm, where fleet and card are known. Raises BadInput."""
-    from multilora_cli.bench.bound import workload_bound
+def fleet_quantization(path: Path) -> str:
+    """none, fp8 or awq: of the base of a fleet file. Raises MloraError."""
+    return _request(path, None).quantization.method
+
+
+def fleet_costs(options: "BenchOptions", adapters: "Sequence[Adapter]") -> "Costs | None":
+    """What loads cost on the card, where it and the fleet are known. Raises BadInput."""
     from multilora_cli.errors import BadInput
 
     if options.fleet is None and options.url is not None:
         if options.gpu is not None:
             raise BadInput("--gpu: needs FLEET, the file that says what the server serves")
-        return {}
+        return None
     card = _card(options)
-    if card is None:
-        return {}
-    costs = _costs(_request(options.fleet, card), card, adapters)
-    return {
-        arm.label: workload_bound(arm.requests, arm.concurrency, costs)
-        for arm in program.arms
-        if not arm.open_loop and arm.requests
-    }
+    return None if card is None else _costs(_request(options.fleet, card), card, adapters)
 
 
 def _card(options: "BenchOptions") -> "Gpu | None":

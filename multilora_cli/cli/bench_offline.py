@@ -42,7 +42,7 @@ def offline(
     gpu: flags.OfflineGpu = None,
     cache: flags.OfflineCache = None,
     output: flags.OfflineOutput = None,
-    commit: flags.OfflineCommit = None,
+    commit: flags.Commit = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -157,14 +157,15 @@ class _Bench:
                 self._add(records, session.loads(loads))
 
     def _add(self, records: list[dict[str, Any]], record: dict[str, Any]) -> None:
-        from multilora_cli.bench.offline_report import append, describe, facts
+        from multilora_cli.bench.offline_report import describe, facts
+        from multilora_cli.bench.rows import append
 
         device = record.pop("device", "")
         self.console.note(describe(record))
         record |= facts(self.arguments, device, self.commit)
         records.append(record)
         if self.output is not None:
-            append(self.output, record)
+            append(self.output, record, "--output")
 
     def _failed(
         self,
@@ -246,7 +247,8 @@ class _Session:
         """How long adapters take to become hot beside the largest batch, and what it feels."""
         from multilora_cli.bench.loading import measure_loads
         from multilora_cli.bench.neutral import Shape, loading_setting
-        from multilora_cli.bench.offline_report import SCHEMA, rounded
+        from multilora_cli.bench.offline_report import SCHEMA
+        from multilora_cli.bench.rows import rounded
         from multilora_cli.cli.bench_engine import make_adapters
 
         bench, batch = self.bench, min(max(self.bench.batches), 64)

@@ -23,6 +23,7 @@ class BenchOptions:
     cv: float
     concurrency: int | None
     lengths: str | None
+    limit: float | None  # seconds of every load
     rounds: int | None
     seed: int
     gpu: str | None
@@ -32,6 +33,8 @@ class BenchOptions:
     ignore_eos: bool
     slo: str | None
     timeout: float  # seconds
+    rows: Path | None
+    commit: str | None  # where there is no checkout
     against: str | None
     api_key: str | None
     against_api_key: str | None

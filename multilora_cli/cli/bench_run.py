@@ -9,7 +9,7 @@ from multilora_cli.cli.console import Console
 
 if TYPE_CHECKING:
     from multilora_cli.bench.arms import Program
-    from multilora_cli.bench.campaign import Side
+    from multilora_cli.bench.campaign import Pass, Side
     from multilora_cli.bench.target import Adapter, Fleet, PromptStyle, Target
 
 
@@ -19,8 +19,9 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.bench.measure import parse_slo
     from multilora_cli.bench.prompts import PromptMaker
     from multilora_cli.bench.report import build_report
+    from multilora_cli.bench.rows import append, row
     from multilora_cli.bench.target import raise_file_limit
-    from multilora_cli.cli.bench_fleet import fleet_bounds, fleet_ranks
+    from multilora_cli.cli.bench_fleet import fleet_costs, fleet_ranks
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
@@ -29,18 +30,26 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     async with AsyncExitStack() as stack:
         sides = await _sides(console, options, stack)
         program = _program(options, sides)
-        bounds = fleet_bounds(options, sides[0].adapters, program)
+        costs = fleet_costs(options, sides[0].adapters)
+        facts = _facts(options, sides, program)
         live = stack.enter_context(Live(console))
+
+        def ended(done: "Pass") -> None:
+            live.ended(done)
+            if options.rows is not None:
+                append(options.rows, row(done, facts), "--rows")
+
         settings = Settings(
             prompts=prompts,
             slo=slo,
             ranks=fleet_ranks(options.fleet) if options.url and options.fleet else {},
             tell=live.tell,
-            ended=live.ended,
+            ended=ended,
+            costs=costs,
+            limit_s=options.limit,
         )
         passes, notes = await run_program(sides, program, settings)
-    facts = _facts(options, sides, program)
-    return build_report(passes, facts, notes, slo, bounds)
+    return build_report(passes, facts, notes, slo)
 
 
 def check_style(text: str) -> "PromptStyle":
@@ -186,13 +195,20 @@ def _whole_program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program
     return replace(program, arms=tuple(fit(arm, room) for arm in program.arms))
 
 
+def _quantization(fleet: Path | None) -> str | None:
+    """Of the base, as its fleet file or its checkpoint says; None where neither is known."""
+    from multilora_cli.cli.bench_fleet import fleet_quantization
+
+    return None if fleet is None else fleet_quantization(fleet)
+
+
 def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program") -> dict[str, Any]:
     from multilora_cli.bench.environment import command_line, commit, environment
     from multilora_cli.bench.target import public_url
 
     return {
         "command": command_line(options.arguments),
-        "commit": commit(),
+        "commit": options.commit or commit(),
         "seed": options.seed,
         "preset": options.preset,
         "rounds": program.rounds,
@@ -214,6 +230,9 @@ def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program")
             "cv": options.cv,
             "concurrency": options.concurrency,
             "lengths": options.lengths,
+            "for_s": options.limit,
+            "adapters_from": options.adapters_from,
+            "quantization": _quantization(options.fleet),
             "prompts": options.prompts,
             "ignore_eos": options.ignore_eos,
             "slo": options.slo,

@@ -191,13 +191,19 @@ def _register(
     registry: Registry, requests: Sequence[AdapterRequest], report: Report
 ) -> tuple[tuple[str, MloraError], ...]:
     failures: list[tuple[str, MloraError]] = []
-    num_threads = 8 if any(is_remote(request.source) for request in requests) else 2
+    num_threads = max((_readers(request.source) for request in requests), default=2)
     for start in range(0, len(requests), 64):  # progress in steps a person can see
         report("adapters", start, len(requests))
         failures += registry.register_all(requests[start : start + 64], num_threads=num_threads)
     registry.remember()
     report("adapters", len(requests), len(requests))
     return tuple(failures)
+
+
+def _readers(source: str) -> int:
+    """Threads that read headers: remote ones wait for the network, and new files for 20 ms until
+    their times have settled; the others are bound by one core."""
+    return 32 if source.startswith("dummy:") else 8 if is_remote(source) else 2
 
 
 def _secret(reference: str, loaded: LoadedFleet) -> str:
@@ -265,4 +271,5 @@ def engine_config(
         device_fraction=fleet.memory.device_fraction,
         host_adapter_bytes=fleet.memory.host_adapters,
         kv_reserve=fleet.memory.kv_reserve,
+        capture_prompts=fleet.limits.capture_prompts,
     )

@@ -51,6 +51,7 @@ class StepSizes:
             num_slots=num_slots,
             max_context=max_context,
             chip=chip,
+            captured_prompts=limits.capture_prompts,
         )
 
     @property

@@ -53,10 +53,11 @@ def test_local_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("dummy:rank=513", "expected 1 to 512"),
         ("dummy:rank=" + "9" * 30, "expected 1 to 512"),
         ("dummy:rank=\u0663", "expected 1 to 512"),
-        ("dummy:size=3", "expected rank=, alpha=, targets= or seed="),
+        ("dummy:size=3", "expected one of rank=, alpha=, targets=, seed=, layers="),
         ("dummy:rank=1,rank=2", "once"),
         ("dummy:targets=q_proj+head", "targets: found 'q_proj+head'"),
         ("dummy:seed=-1", "seed"),
+        ("dummy:layers=0", "layers: found '0', expected 1 to 1000"),
     ],
 )
 def test_refused_sources(tmp_path: Path, spec: str, words: str) -> None:
@@ -120,6 +121,29 @@ def test_dummy_values(base: Path, tmp_path: Path) -> None:
         assert 0.9 * limit < float(values.max()) <= 1.01 * limit
         assert 0.4 * limit < float(values.mean()) < 0.6 * limit
         assert abs(float(tensor.float().mean())) < 0.1 * limit
+
+
+def test_dummy_layers_behind_the_first_take_no_disk(base: Path, tmp_path: Path) -> None:
+    """Thousands of adapters fit a disk: all tensors are there, and those of layer 1 are a hole."""
+    geometry = read_geometry(base)
+
+    def make(spec: str) -> Path:
+        return resolve_source(spec, relative_to=tmp_path, geometry=geometry, cache=tmp_path)
+
+    whole, first = make("dummy:rank=64,seed=7"), make("dummy:rank=64,seed=7,layers=1")
+    from safetensors.torch import load_file
+
+    name = "adapter_model.safetensors"
+    one, other = load_file(whole / name), load_file(first / name)
+    assert one.keys() == other.keys() and geometry.num_layers == 2
+    for key, tensor in other.items():
+        assert bool(tensor.any()) == (".layers.0." in key), key
+        assert (tensor == one[key]).all() == (".layers.0." in key)
+    sizes = [(folder / name).stat() for folder in (whole, first)]
+    assert sizes[0].st_size == sizes[1].st_size
+    assert sizes[1].st_blocks <= 0.6 * sizes[0].st_blocks  # in whole blocks of the file system
+    read_adapter(first, geometry, max_rank=64)
+    assert make("dummy:rank=64,seed=7,layers=2") not in (whole, first)
 
 
 def test_dummy_parts_are_optional() -> None:

@@ -125,6 +125,43 @@ def test_a_named_card_gives_shares_of_the_bound(server: Loopback) -> None:
     assert "of bound" in text
 
 
+def test_a_row_is_on_disk_as_soon_as_its_load_has_ended(server: Loopback, tmp_path: Path) -> None:
+    """Appended, so that a run that is stopped loses only what follows."""
+    file, names = tmp_path / "rows.jsonl", tmp_path / "two.names"
+    file.write_text('{"older": 1}\n')
+    names.write_text("c\nb\n")
+    result = bench(
+        str(FLEET), "--url", server.url, "--gpu", "h200", "--requests", "4", "--lengths", "8:3",
+        "--compare", "distinct,base", "--rows", str(file), "--adapters-from", str(names),
+        "--for", "20", "--commit", "abc", "--rounds", "2", "--json",
+    )  # fmt: skip
+    older, *rows = (json.loads(line) for line in file.read_text().splitlines())
+    assert older == {"older": 1}
+    assert [(row["load"], row["round"]) for row in rows] == [
+        ("distinct", 0), ("base", 0), ("distinct", 1), ("base", 1),
+    ]  # fmt: skip
+    report = json.loads(result.stdout)
+    for row in rows:
+        assert row["schema"] == "mlora.bench.row/1" and row["commit"] == "abc"
+        assert row["settings"]["quantization"] == "none" and row["settings"]["for_s"] == 20
+        assert row["settings"]["adapters_from"] == str(names) and row["mean_output"] == 3
+        assert (row["requests"], row["completed"], row["cut"], row["errors"]) == (4, 4, 0, {})
+        assert row["bound"]["share"] > 0 and row["itl"]["count"] == 8
+        (arm,) = (arm for arm in report["arms"] if arm["label"] == row["load"])
+        told = arm["rounds"][row["round"]]["output_tokens_per_s"]
+        assert row["output_tokens_per_s"] == pytest.approx(told, rel=1e-4)
+    assert [row["adapters"] for row in rows] == [2, 0, 2, 0]
+    missing = bench("--url", server.url, "--rows", str(tmp_path / "no" / "x"), code=2)
+    assert "--rows" in missing.stderr and "a folder that exists" in missing.stderr
+
+
+def test_a_load_that_is_ended_says_what_was_cut() -> None:
+    with Threaded(Script(models=MODELS, gap_s=0.4)) as slow:
+        result = bench("--url", slow.url, "--preset", "smoke", "--for", "1")
+    assert "answers in flight when a load ended (" in result.stdout
+    assert "of skewed): their tokens count" in result.stdout
+
+
 def test_a_recorded_load_is_replayed_at_its_times(server: Loopback, tmp_path: Path) -> None:
     rows = [("b", 5.0, 7, 2), (None, 5.1, 9, 3), ("org/a", 5.05, 8, 4)]
     lines = [json.dumps({"time": t, "adapter": a, "input": i, "output": o}) for a, t, i, o in rows]

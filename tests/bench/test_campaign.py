@@ -3,16 +3,20 @@
 import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
 from multilora_cli.bench.arms import Program, Room, Workload, make_program
+from multilora_cli.bench.bound import workload_bound
 from multilora_cli.bench.campaign import Pass, Settings, Side, run_program
 from multilora_cli.bench.churn import churning
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.prompts import PromptMaker
 from multilora_cli.bench.target import Target, clean_url, public_url
+from multilora_cli.bench.workload import BenchRequest
 from multilora_cli.errors import BadInput, MloraError, Unreachable
+from tests.bench.test_workload_bound import costs
 
 SMALL = Workload(requests=6, lengths="8:3", rounds=2)
 MODELS = ("base", "a", "b", "c", "d")
@@ -48,6 +52,28 @@ def test_what_the_server_lists_is_what_is_used() -> None:
             assert fleet.adapters[0].path == "/adapters/a" and fleet.ranks == {}
 
     asyncio.run(go())
+
+
+def test_the_bound_is_that_of_what_was_done() -> None:
+    """Of the first side alone, of a saturated load alone, and of the tokens that came."""
+    settings = Settings(costs=costs())
+    passes, _, _ = run(None, Script(models=MODELS), Script(models=MODELS), settings=settings)
+    for done in passes:
+        assert (done.bound is None) == (done.side == "s1")
+        assert done.mean_output == 3
+    whole = passes[0]
+    requests = [BenchRequest(None, r.input_tokens, 3) for r in whole.result.records]
+    assert whole.bound == workload_bound(requests, 16, costs())
+
+    slow = Script(models=MODELS, gap_s=0.2)
+    cut, _, _ = run(None, slow, settings=Settings(costs=costs(), limit_s=0.3))
+    assert all(done.measures.cut == 6 and done.bound is not None for done in cut)
+    came = [BenchRequest(None, 8, r.output_tokens) for r in cut[0].result.records]
+    assert {request.output_tokens for request in came} == {2}
+    assert cut[0].bound == workload_bound(came, 16, costs())
+
+    open_loop = make_program("heterogeneous", replace(SMALL, rate=100.0), Room(4))
+    assert all(done.bound is None for done in run(open_loop, settings=settings)[0])
 
 
 def test_arms_take_turns_and_requests_per_adapter_add_up() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from multilora_cli.adapters.source.dummy import parse_spec
 from multilora_cli.bench.arms import Arm, Program, only
 from multilora_cli.bench.dummy_fleet import tokenizer
 from multilora_cli.cli.app import app
@@ -38,6 +39,21 @@ def test_a_dummy_awq_base_says_so_in_its_config(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "awq"
     assert load_fleet(tmp_path / "fleet.yaml").fleet.base.quantization == "auto"
+
+
+def test_s_loras_settings_share_a_server(tmp_path: Path) -> None:
+    """Thousands of adapters, of published ranks, none of them pinned; files say which are whose."""
+    make(tmp_path, "--setting", "s1,s2", "--adapters", "300", "--layers", "1")
+    adapters = load_fleet(tmp_path / "fleet.yaml").fleet.adapters
+    assert len(adapters) == 600
+    sources = {adapter.name: adapter.source for adapter in adapters}  # type: ignore[union-attr]
+    assert len(set(sources.values())) == 600
+    assert {adapter.pin for adapter in adapters} == {None}  # type: ignore[union-attr]
+    names = [(tmp_path / f"{name}.names").read_text().split() for name in ("s1", "s2")]
+    assert [*names[0], *names[1]] == list(sources)
+    ranks = [parse_spec(sources[name].partition(":")[2]) for name in (*names[0][:2], *names[1][:5])]
+    assert [spec.rank for spec in ranks] == [8, 8, 64, 32, 16, 8, 64]
+    assert {(len(spec.targets), spec.layers) for spec in ranks} == {(4, 1)}
 
 
 def test_it_is_served_and_measured(tmp_path: Path) -> None:

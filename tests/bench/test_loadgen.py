@@ -34,6 +34,40 @@ def drive(
     return asyncio.run(go())
 
 
+def cut(*, concurrency: int | None = None, open_loop: bool = False) -> LoadResult:
+    """0.45 s of twelve requests whose answers take 0.2 s, or of one that never ends."""
+    requests = ask(
+        *("a", "b", "c") * 4, tokens=5, arrivals=tuple(index * 0.1 for index in range(12))
+    )
+    load = Load(PromptMaker(), concurrency, open_loop, limit_s=0.45)
+    return drive(requests, Script(gap_s=0.05), load)[0]
+
+
+@pytest.mark.parametrize(("concurrency", "open_loop"), [(2, False), (None, True), (1, True)])
+def test_a_load_ends_when_its_time_is_over(concurrency: int | None, open_loop: bool) -> None:
+    result = cut(concurrency=concurrency, open_loop=open_loop)
+    assert 0.45 <= result.duration_s < 1.5
+    assert 2 <= len(result.records) < 12
+    last = result.records[-1]
+    assert last.is_cut and last.error is None and not last.counted
+    assert last.output_tokens == len(last.times_s) < 5
+    assert result.records[0].output_tokens == 5 and not result.records[0].is_cut
+    assert [record.index for record in result.records] == list(range(len(result.records)))
+    for record in result.records:
+        assert record.error is None and record.sent_s < 0.45
+
+
+def test_a_server_that_hangs_is_cut_and_not_to_blame() -> None:
+    """No token came, and none is made up; without the end of the load it is a timeout."""
+    script = Script(failures=(("a", "hang"),))
+    result, _ = drive(ask("a", "b"), script, Load(PromptMaker(), limit_s=0.3))
+    hung, other = result.records
+    assert hung.is_cut and hung.first_s is None and hung.output_tokens == 0
+    assert other.output_tokens == 5 and not other.is_cut
+    late, _ = drive(ask("a"), script, Load(PromptMaker(), limit_s=30.0), timeout_s=0.2)
+    assert late.records[0].error == "timeout" and not late.records[0].is_cut
+
+
 def test_every_request_is_recorded_in_order_with_its_counts() -> None:
     result, server = drive(ask("base", "a", "b", "a"), load=Load(PromptMaker(), concurrency=2))
     assert [r.model for r in result.records] == ["base", "a", "b", "a"]

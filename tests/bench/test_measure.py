@@ -54,6 +54,27 @@ def test_latencies_of_one_request() -> None:
     assert (found.ttft_s, found.itl_s, found.e2e_s) == (1.0, 0.5, 3.0)
 
 
+def test_an_answer_that_was_cut_counts_with_its_tokens_only() -> None:
+    """Neither completed nor failed; late without a first token only when it surely was late."""
+    whole = record(tokens=6)
+    going = replace(record(tokens=4), is_cut=True, counted=False)
+    found = measure([whole, going], 10.0, slo=Slo(ttft_s=2.0))
+    assert (found.requests, found.completed, found.cut, dict(found.errors)) == (2, 1, 1, {})
+    assert found.output_tokens_per_s == pytest.approx(1.0)  # 6 + 4
+    assert (
+        found.requests_per_s == pytest.approx(0.1) and found.goodput_per_s == found.requests_per_s
+    )
+    assert found.ttft is not None and found.ttft.count == 2
+    assert found.e2e is not None and found.e2e.count == 1
+    assert found.usage_counted and found.slo_attainment == 1.0
+    assert [(g.requests, g.completed) for g in found.per_adapter] == [(2, 1)]
+    silent = replace(record(first=None), is_cut=True)  # cut as it was sent: nobody knows
+    late = replace(silent, end_s=6.0)
+    assert measure([whole, silent], 10.0).slo_attainment == 1.0
+    assert measure([whole, late], 10.0).slo_attainment == 0.5
+    assert measure([whole, late], 10.0).satisfaction == measure([whole], 10.0).satisfaction / 2
+
+
 def test_rates_count_answers_over_the_wall_with_drain() -> None:
     found = measure([record(), record(), record(None, error="timeout", first=None)], 10.0)
     assert (found.requests, found.completed, dict(found.errors)) == (3, 2, {"timeout": 1})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from multilora_cli.bench.bound import Costs, distinct_bytes, workload_bound
+from multilora_cli.bench.bound import Costs, step_reads, workload_bound
 from multilora_cli.bench.workload import BenchRequest, punica_trace
 from multilora_cli.sizing.budget import base_bytes
 from multilora_cli.sizing.geometry import geometry_from_config
@@ -37,24 +37,36 @@ def costs() -> Costs:
     [("distinct", 6692), ("uniform", 7017), ("skewed", 7407), ("identical", 7660)],
 )
 def test_punicas_set_on_an_h200(popularity: str, tokens_per_s: float) -> None:
-    """The published column is decode alone; prefill of these prompts is 1 % of it."""
+    """The published column is decode alone, with 32 rows in every step: at the end fewer run,
+    which takes 2.7 % more steps. Prefill of these prompts is 1 % of it."""
     trace = punica_trace(popularity)
     bound = workload_bound(trace, 32, costs())
     tokens = sum(request.output_tokens for request in trace)
-    assert tokens / bound.decode_s == pytest.approx(tokens_per_s, rel=0.02)
+    assert tokens / bound.decode_s == pytest.approx(tokens_per_s, rel=0.03)
     assert bound.batch == 32 and 0 < bound.prefill_s < 0.02 * bound.decode_s
     assert bound.output_tokens_per_s == pytest.approx(tokens / bound.seconds)
 
 
-def test_distinct_adapters_of_a_draw_without_replacement() -> None:
-    every = [BenchRequest(index, 1, 1) for index in range(64)]
-    assert distinct_bytes(every, 32, dict.fromkeys(range(64), 10)) == pytest.approx(320)
-    one = [BenchRequest(0, 1, 1)] * 64
-    assert distinct_bytes(one, 32, {0: 10}) == pytest.approx(10)
-    base = [BenchRequest(None, 1, 1)] * 64
-    assert distinct_bytes(base, 32, {0: 10}) == 0
-    pairs = [BenchRequest(index // 2, 1, 1) for index in range(4)]
-    assert distinct_bytes(pairs, 2, {0: 6, 1: 6}) == pytest.approx(6 * 2 * (1 - 2 / 4 * 1 / 3))
+def test_a_step_reads_every_adapter_of_its_rows_once() -> None:
+    def reads(*requests: tuple[int | None, int], batch: int) -> tuple[int, int]:
+        load = [BenchRequest(adapter, 1, output) for adapter, output in requests]
+        return step_reads(load, batch, {0: 10, 1: 100})
+
+    assert reads((0, 5), (1, 5), batch=2) == (5, 550)
+    assert reads((0, 5), (0, 5), batch=2) == (5, 50)
+    assert reads((None, 5), (0, 5), batch=2) == (5, 50)
+    assert reads((0, 5), (1, 2), batch=2) == (5, 5 * 10 + 2 * 100)  # one runs on alone
+    assert reads((0, 5), (1, 2), batch=1) == (7, 5 * 10 + 2 * 100)
+    # The third takes the place of the second after two steps and ends with the seventh.
+    assert reads((0, 5), (1, 2), (0, 5), batch=2) == (7, 7 * 10 + 2 * 100)
+    assert reads((7, 3), batch=4) == (3, 0)  # of whom nobody knows the size
+
+
+def test_the_tail_of_a_short_load_is_counted() -> None:
+    """128 of Punica's requests, 32 at a time: 4,911 steps, where full ones would be 3,873."""
+    trace = punica_trace("distinct", 128)
+    assert step_reads(trace, 32, {})[0] == 4911
+    assert sum(request.output_tokens for request in trace) == 32 * 3873
 
 
 def test_the_batch_is_what_is_at_once_and_what_the_engine_takes() -> None:

@@ -1,0 +1,163 @@
+"""Write the published tables in docs/benchmarks.md, ours beside the published figures.
+
+    python tools/published_table.py
+
+Ours are the lines that `mlora bench --rows docs/benchmarks/published-h200.jsonl` appends, of which
+the last one of a row counts; theirs are docs/benchmarks/published.json. The tables replace what
+lies between the two markers.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+RECORDS = ROOT / "docs" / "benchmarks" / "published-h200.jsonl"
+PUBLISHED = ROOT / "docs" / "benchmarks" / "published.json"
+BEGIN, END = "<!-- published tables: begin -->", "<!-- published tables: end -->"
+BASES = {"none": "BF16", "fp8": "FP8", "awq": "AWQ INT4"}
+POPULARITIES = ("distinct", "uniform", "skewed", "identical", "base")
+NOTHING = "-"
+
+Record = Mapping[str, Any]
+Key = tuple[str, ...]
+
+
+def read(path: Path) -> list[Record]:
+    """The JSON lines of a file; none where it does not exist yet."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def punica(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]:
+    """One row a base and popularity: tokens/s, share of the bound, and what was published."""
+    found = {
+        (row["settings"]["quantization"], row["load"]): row
+        for row in records
+        if row["preset"] == "punica"
+    }
+    lines = [
+        "| base | popularity | tok/s | of bound | ITL p50 | Punica | vLLM, no LoRA | PEFT |",
+        "|---" * 8 + "|",
+    ]
+    for base, title in BASES.items():
+        for load in POPULARITIES:
+            row = found.get((base, load))
+            if row is None:
+                continue
+            theirs = published["rows"].get(load, {})
+            tokens = row["input_tokens_per_s"] + row["output_tokens_per_s"]
+            cells = [title, load, f"{tokens:,.0f}", share(row), milliseconds(row["itl"], "p50")]
+            cells += [f"{theirs[name]:,}" if name in theirs else NOTHING for name in
+                      ("Punica", "vLLM", "PEFT")]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
+
+
+def slora(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]:
+    """One row a setting, number of adapters and rate."""
+    found = {
+        (Path(row["settings"]["adapters_from"]).stem, row["settings"]["rate"], row["load"]): row
+        for row in records
+        if row["preset"] == "s-lora-table3"
+    }
+    lines = [
+        "| adapters | arrivals | n | asked | tok/s | req/s | of bound | TTFT mean | within 6 s |"
+        " loads | S-LoRA: req/s | TTFT | within 6 s |",
+        "|---" * 13 + "|",
+    ]
+    for setting, rate, load in sorted(found, key=order):
+        row = found[setting, rate, load]
+        theirs = published["rows"].get(setting, {}).get(load)
+        cells = [
+            setting.upper(),
+            "at once" if rate == "inf" else f"{float(rate or 10.0):g}/s",
+            load.removeprefix("n="),
+            str(row["adapters"]),
+            f"{row['output_tokens_per_s']:,.0f}",
+            f"{requests_per_s(row):.2f}",
+            share(row),
+            milliseconds(row["ttft"], "mean"),
+            f"{row['slo_attainment']:.3f}",
+            NOTHING if row["loads"] is None else str(row["loads"]),
+            *(
+                (f"{theirs['rate']:.2f}", f"{theirs['ttft_s']:g} s", f"{theirs['attainment']:.3f}")
+                if theirs
+                else (NOTHING,) * 3
+            ),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines if len(lines) > 2 else []
+
+
+def order(key: Key) -> tuple[str, bool, int]:
+    """By setting, saturated loads first, then by the number of adapters."""
+    setting, rate, load = key
+    return setting, rate != "inf", int(load.removeprefix("n="))
+
+
+def requests_per_s(row: Record) -> float:
+    """Of a load that was cut: its tokens/s over what a request of it asks for on average."""
+    if row["cut"]:
+        return float(row["output_tokens_per_s"]) / float(row["mean_output"])
+    return float(row["requests_per_s"])
+
+
+def share(row: Record) -> str:
+    """Of the bound; a load that arrivals limit has none."""
+    return f"{row['bound']['share']:.1%}" if row["bound"] else NOTHING
+
+
+def milliseconds(spread: Mapping[str, float] | None, point: str) -> str:
+    """One point of a distribution of seconds."""
+    return NOTHING if spread is None else f"{spread[point] * 1e3:.4g} ms"
+
+
+def commands(records: Sequence[Record], preset: str) -> list[str]:
+    """What was typed for the rows of a preset, each once, with where and when."""
+    texts = dict.fromkeys(
+        f"- `{typed(row['command'])}`: {row['gpu'] or 'its server'}, commit {row['commit']},"
+        f" {row['date']}"
+        for row in records
+        if row["preset"] == preset
+    )
+    return list(texts)
+
+
+def typed(command: str) -> str:
+    """The command without where its output went."""
+    words, skip = [], False
+    for word in shlex.split(command):
+        if not skip and word not in ("--rows", "--commit", "--output"):
+            words.append(word)
+        skip = not skip and word in ("--rows", "--commit", "--output")
+    return shlex.join(words)
+
+
+def body(records: Sequence[Record], published: Mapping[str, Any]) -> str:
+    """What stands between the markers."""
+    parts = []
+    for title, preset, table, theirs in (
+        ("Punica's text generation", "punica", punica, published["punica"]),
+        ("S-LoRA's table 3", "s-lora-table3", slora, published["s-lora"]),
+    ):
+        rows = table(records, theirs) or ["Not measured yet."]
+        source = f"Published: {theirs['source']}; {theirs['unit']}."
+        parts += [f"#### {title}", "", *rows, "", source, *commands(records, preset), ""]
+    return "\n".join([BEGIN, *parts[:-1], END])
+
+
+def main() -> None:
+    """Rewrite the tables from the recorded lines."""
+    text = DOCUMENT.read_text()
+    start, stop = text.index(BEGIN), text.index(END) + len(END)
+    tables = body(read(RECORDS), json.loads(PUBLISHED.read_text()))
+    DOCUMENT.write_text(text[:start] + tables + text[stop:])
+
+
+if __name__ == "__main__":
+    main()
