@@ -271,5 +271,4 @@ def engine_config(
         device_fraction=fleet.memory.device_fraction,
         host_adapter_bytes=fleet.memory.host_adapters,
         kv_reserve=fleet.memory.kv_reserve,
-        capture_prompts=fleet.limits.capture_prompts,
     )

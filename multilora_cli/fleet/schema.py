@@ -142,10 +142,6 @@ class Limits(_Part):
         max_length=MAX_ADAPTERS,
         description="turns of an api key (as server.api_keys names it) or adapter; 1 if not named",
     )
-    capture_prompts: bool = Field(
-        default=False,
-        description="also capture steps with short chunks of prompts (CUDA; not measured yet)",
-    )
     max_resolved: int = Field(
         default=10_000, ge=1, le=MAX_ADAPTERS, description="names of patterns known at a time"
     )

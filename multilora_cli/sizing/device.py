@@ -51,7 +51,6 @@ class StepSizes:
             num_slots=num_slots,
             max_context=max_context,
             chip=chip,
-            captured_prompts=limits.capture_prompts,
         )
 
     @property
