@@ -13,7 +13,7 @@ All of them are packed into whole pages of the pool by best fit over the entire 
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -195,6 +195,25 @@ class ImagePlan:
     def wasted_bytes(self) -> int:
         """Bytes of the image's pages that hold nothing."""
         return self.num_pages * self.page_bytes - self.used_bytes
+
+    @cached_property
+    def blocks_by_matrix(self) -> Mapping[tuple[int, str, str], Sequence[Block]]:
+        """The blocks of every matrix by (layer, module, "a" or "b")."""
+        found: dict[tuple[int, str, str], list[Block]] = {}
+        for block in self.blocks:
+            found.setdefault((block.layer, block.module, block.matrix), []).append(block)
+        return found
+
+    @cached_property
+    def gaps(self) -> Sequence[tuple[int, int, int]]:
+        """(page, start, end) in bytes of everything that no block of factors covers."""
+        found, ends = [], [0] * self.num_pages
+        for block in sorted(self.blocks, key=lambda b: (b.page, b.offset)):
+            if block.offset > ends[block.page]:
+                found.append((block.page, ends[block.page], block.offset))
+            ends[block.page] = block.offset + block.rank_width * block.length * self.itemsize
+        found += [(page, end, self.page_bytes) for page, end in enumerate(ends)]
+        return [gap for gap in found if gap[1] < gap[2]]
 
     @cached_property
     def tiles(self) -> Mapping[str, int]:

@@ -35,6 +35,11 @@ class DigestMemory:
 _MEMORY = DigestMemory()
 
 
+def known_digest(adapter: AdapterFile, memory: DigestMemory = _MEMORY) -> str | None:
+    """The content's digest where it was computed before from the same files; reads nothing."""
+    return memory.get(adapter.files)
+
+
 def content_digest(adapter: AdapterFile, memory: DigestMemory = _MEMORY) -> str:
     """SHA-256 (hex) over the config and the weight files, about 1 ms per MB the first time.
 

@@ -3,43 +3,24 @@
 y += s * B (A x) becomes y += B' (A x) with B' = s * B, multiplied in float32 and rounded once.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from multilora_cli.adapters.coverage import ModuleWeights
-from multilora_cli.adapters.digest import changed
+from multilora_cli.adapters.crew import Crew, Job
 from multilora_cli.adapters.peft import AdapterFile
-from multilora_cli.adapters.safetensors_header import (
-    OpenFile,
-    SafetensorsError,
-    TensorEntry,
-    open_file,
-)
+from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.vectors import BaseRows, vectors_of
+from multilora_cli.adapters.weight_reader import PIECE_BYTES, WeightFiles, WeightReader
 from multilora_cli.errors import AdapterError
-from multilora_kernels.layout import Block, ImagePlan, MatrixName, VectorKind
+from multilora_kernels.layout import Block, ImagePlan, MatrixBlock, MatrixName, VectorKind
 
-_FILE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 # Saved matrices are searched for the value that is not finite a few rows at a time.
 _SEARCH_BYTES = 8 * 2**20
-# Unsigned integer of the same width, and the exponent bits that are all set in NaN and infinity.
-_EXPONENTS = {
-    torch.bfloat16: (np.uint16, 0x7F80),
-    torch.float16: (np.uint16, 0x7C00),
-    torch.float32: (np.uint32, 0x7F800000),
-}
-_PIECE_BYTES = 8 * 2**20
-_Matrix = tuple[int, str, str]  # layer, module, "a" or "b"
 
 
 def build_image(
@@ -50,6 +31,7 @@ def build_image(
     *,
     base: BaseRows | None = None,
     check_values: bool = True,
+    crew: Crew | None = None,
 ) -> tuple[str, ...]:
     """Read, convert and place every weight of `adapter`; gives notes for people.
 
@@ -60,6 +42,7 @@ def build_image(
         out: uint8 [plan.num_pages, plan.page_bytes], contiguous, on the CPU; wholly overwritten.
         base: the base that it is served on; needed by DoRA and trained biases.
         check_values: refuse NaN, infinity and overflow of `dtype`.
+        crew: threads that share the work.
 
     Raises AdapterError naming tensor and count.
     """
@@ -71,26 +54,19 @@ def build_image(
         plan.extras,
     ):
         raise ValueError("the plan was made for another adapter or dtype")
-    _zero_gaps(plan, out)
-    blocks = _blocks_by_matrix(plan)
-    all_zero = True
-    with _Reader(adapter) as reader:
-        for layer, module, weights in _in_file_order(adapter):
-            _fill_a(reader, weights, blocks[layer, module, "a"], dtype, out)
-            lora_b = reader.read(weights.lora_b)
-            used = lora_b.any(0) if all_zero else None  # ranks; one module with some is enough
-            _place_b(blocks[layer, module, "b"], lora_b, weights.scaling, dtype, out)
-            if used is not None and bool(used.any()):
-                all_zero = not bool((used & reader.read(weights.lora_a).any(1)).any())
+    crew = crew or Crew()
+    with WeightFiles(adapter, crew.buffers) as files, files.reader() as reader:
+        crew.each(_factor_jobs(adapter, plan, dtype, out, files))
+        all_zero = not _has_products(adapter, reader)
         if plan.matrices:
             all_zero = all_zero and not adapter.edges.saved
             if adapter.edges.token_rows and base is None:
                 raise ValueError("rows of single tokens need the base")
             values = _edge_factors(adapter, reader, dtype, base)
-            _fill_matrices(adapter, plan, reader, values, dtype, out)
+            crew.each(_matrix_jobs(adapter, plan, files, values, dtype, out))
             changed_rows = any(bool(v.any()) for name, v in values.items() if name.endswith(".b"))
             all_zero = all_zero and not changed_rows
-        if check_values and not _all_finite(out, dtype):
+        if check_values and not _all_finite(out, dtype, crew):
             raise _not_finite(adapter, reader, dtype)
         if plan.vectors:
             if base is None:
@@ -100,93 +76,107 @@ def build_image(
     return ("every product of lora_B and lora_A is zero: answers equal the base's",) * all_zero
 
 
-class _Reader:
-    """Reads tensors of an adapter, in pieces of a few MB that follow one another in its files.
+class _Factor(NamedTuple):
+    """A or B of one module, and where its parts lie in the image."""
 
-    An adapter has hundreds of tensors of some 100 KB. A read of its own for each is a system call,
-    after which the thread has to win the interpreter back from the one that runs the steps: beside
-    64 answers on an H200 that made 80 ms of a 27 MB adapter.
-    """
+    entry: TensorEntry
+    blocks: Sequence[Block]
+    scaling: float | None  # of B; None for A
 
-    def __init__(self, adapter: AdapterFile) -> None:
-        self._adapter = adapter
-        self._files: dict[Path, OpenFile] = {}
-        self._stack = ExitStack()
-        self._piece = torch.empty(0, dtype=torch.uint8)
-        self._from: Path | None = None  # the piece's file, and where in it the piece begins
-        self._begin = 0
 
-    def __enter__(self) -> "_Reader":
-        with self._stack:
-            for identity in self._adapter.files[1:]:
-                try:
-                    file = self._stack.enter_context(open_file(identity.path))
-                except SafetensorsError as error:
-                    raise AdapterError(error.message, reason=error.reason) from None
-                if file.identity.key != identity.key:
-                    raise changed(identity)
-                self._files[identity.path] = file
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._stack:
-            if kind is None:
-                self.check_unchanged()
-
-    def check_unchanged(self) -> None:
-        """Raises AdapterError when what was read may mix two versions."""
-        for identity, file in zip(self._adapter.files[1:], self._files.values(), strict=True):
-            try:
-                file.check_unchanged()
-            except SafetensorsError:
-                raise changed(identity) from None
-
-    def read_bytes(self, entry: TensorEntry, start: int, target: torch.Tensor) -> None:
-        """Fill `target`, uint8 [n], with the tensor's bytes from `start` on."""
-        target.copy_(self._bytes(entry, start, target.numel()))
-
-    def read(self, entry: TensorEntry) -> torch.Tensor:
-        """The tensor in its own dtype and shape; valid until the next read, not to be written."""
-        dtype, raw = _FILE_DTYPES[entry.dtype], self._bytes(entry, 0, entry.nbytes)
-        if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # a file may place its tensors anywhere
-        values = raw.view(dtype).view(entry.shape)
-        return values.float() if entry.dtype == "F64" else values
-
-    def _bytes(self, entry: TensorEntry, start: int, size: int) -> torch.Tensor:
-        """uint8 [size] of the current piece, or of the one that begins there."""
-        at = entry.offset + start
-        held = range(self._begin, self._begin + self._piece.numel())
-        is_other = self._from is not entry.file and self._from != entry.file
-        if is_other or at < held.start or at + size > held.stop:
-            self._fetch(entry, at // 8 * 8, at + size)
-        offset = at - self._begin
-        return self._piece[offset : offset + size]
-
-    def _fetch(self, entry: TensorEntry, begin: int, end: int) -> None:
-        """Read the next piece of the entry's file: at least from `begin` to `end`."""
-        file = self._files[entry.file]
-        size = max(end - begin, min(_PIECE_BYTES, file.identity.size - begin))
-        if self._piece.untyped_storage().nbytes() < size:
-            self._piece = torch.empty(size, dtype=torch.uint8)
-        self._piece = torch.as_strided(self._piece, (size,), (1,), 0)
-        self._from, self._begin = None, begin
-        try:
-            file.read_into(begin, self._piece.numpy().data)
-        except SafetensorsError as error:
-            raise AdapterError(error.message, reason=error.reason, field=entry.name) from None
-        self._from = entry.file
-
-    def read_rows(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
-        """Rows of a matrix in its own dtype; valid until the next read."""
-        row_bytes = entry.nbytes // entry.shape[0]
-        part = entry._replace(
-            shape=(stop - start, *entry.shape[1:]),
-            offset=entry.offset + start * row_bytes,
-            nbytes=(stop - start) * row_bytes,
+def _factor_jobs(
+    adapter: AdapterFile,
+    plan: ImagePlan,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    files: WeightFiles,
+) -> Iterator[Job]:
+    """One job for every piece of the files that holds factors, and one for the bytes between."""
+    blocks = plan.blocks_by_matrix
+    factors = [
+        factor
+        for (layer, module), weights in adapter.weights.items()
+        for factor in (
+            _Factor(weights.lora_a, blocks[layer, module, "a"], None),
+            _Factor(weights.lora_b, blocks[layer, module, "b"], weights.scaling),
         )
-        return self.read(part)
+    ]
+    factors.sort(key=lambda factor: (factor.entry.file, factor.entry.offset))
+    weights_out = out.view(-1).view(dtype)
+    yield partial(_zero_gaps, plan, out)
+    for share in _shares(factors):
+        yield partial(_place, share, files, weights_out, plan)
+
+
+def _shares(factors: Sequence[_Factor]) -> Iterator[Sequence[_Factor]]:
+    """Runs of factors that follow one another in a file, of about a piece each."""
+    first = 0
+    for index, factor in enumerate(factors):
+        start = factors[first].entry
+        end = factor.entry.offset + factor.entry.nbytes
+        if index > first and (factor.entry.file != start.file or end - start.offset > PIECE_BYTES):
+            yield factors[first:index]
+            first = index
+    if factors:
+        yield factors[first:]
+
+
+def _place(
+    share: Sequence[_Factor], files: WeightFiles, out: torch.Tensor, plan: ImagePlan
+) -> None:
+    """Read neighbouring factors at once and write them to `out`, the image in the compute dtype."""
+    first, last = share[0].entry, share[-1].entry
+    with files.reader() as reader:
+        reader.fetch(first.file, first.offset, last.offset + last.nbytes)
+        for factor in share:
+            source, begin = reader.flat(factor.entry)
+            for block in factor.blocks:
+                at = block.page * plan.page_bytes + block.offset
+                _place_block(factor, block, source, begin, out, at // plan.itemsize)
+
+
+def _place_block(
+    factor: _Factor,
+    block: Block,
+    source: torch.Tensor,
+    begin: int,
+    out: torch.Tensor,
+    at: int,
+) -> None:
+    """From [rank, d_in] to [rank_width][length], or [d_out, rank] to [length][rank_width].
+
+    `begin` is where the matrix begins in `source`, `at` where the block does in `out`.
+    """
+    length, width, columns = block.length, block.rank_width, factor.entry.shape[1]
+    if factor.scaling is None:
+        real = min(width, factor.entry.shape[0] - block.rank_start)
+        begin += block.rank_start * columns + block.start
+        rows = source.as_strided((real, length), (columns, 1), begin)
+        out.as_strided((real, length), (length, 1), at).copy_(rows)
+        if real < width:
+            out[at + real * length : at + width * length] = 0
+    else:
+        real = min(width, columns - block.rank_start)
+        begin += block.start * columns + block.rank_start
+        rows = source.as_strided((length, real), (columns, 1), begin)
+        _scale_into(rows, factor.scaling, out.as_strided((length, real), (width, 1), at))
+        if real < width:
+            out.as_strided((length, width - real), (width, 1), at + real).zero_()
+
+
+def _scale_into(values: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
+    """Multiplied in float32 and rounded once, as torch does in the dtype of both."""
+    torch.mul(values if values.dtype == out.dtype else values.float(), scaling, out=out)
+
+
+def _has_products(adapter: AdapterFile, reader: WeightReader) -> bool:
+    """Whether any product of lora_B and lora_A has a number other than zero: nearly always the
+    first one has."""
+    for _, _, weights in _in_file_order(adapter):
+        used = reader.read(weights.lora_b).any(0)
+        if bool((used & reader.read(weights.lora_a).any(1)).any()):
+            return True
+    return False
 
 
 def _in_file_order(adapter: AdapterFile) -> Iterator[tuple[int, str, ModuleWeights]]:
@@ -198,78 +188,14 @@ def _in_file_order(adapter: AdapterFile) -> Iterator[tuple[int, str, ModuleWeigh
         yield layer, module, weights
 
 
-def _blocks_by_matrix(plan: ImagePlan) -> Mapping[_Matrix, list[Block]]:
-    blocks: dict[_Matrix, list[Block]] = {}
-    for block in plan.blocks:
-        blocks.setdefault((block.layer, block.module, block.matrix), []).append(block)
-    return blocks
-
-
 def _scaled(lora_b: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
     if lora_b.dtype == dtype:  # a product with a number is computed in float32 and rounded once
         return lora_b.mul(scaling)
     return lora_b.float().mul(scaling).to(dtype)
 
 
-def _fill_a(
-    reader: _Reader,
-    weights: ModuleWeights,
-    blocks: list[Block],
-    dtype: torch.dtype,
-    out: torch.Tensor,
-) -> None:
-    """Straight from the file where its bytes are the image's, else through the scratch buffer."""
-    entry = weights.lora_a
-    rank, d_in = entry.shape
-    whole = all(
-        block.length == d_in and block.rank_start + block.rank_width <= rank for block in blocks
-    )
-    if not whole or _FILE_DTYPES[entry.dtype] != dtype:
-        _place_a(blocks, reader.read(entry).to(dtype), rank, out)
-        return
-    row_bytes = d_in * dtype.itemsize
-    for block in blocks:
-        target = out[block.page, block.offset : block.offset + block.rank_width * row_bytes]
-        reader.read_bytes(entry, block.rank_start * row_bytes, target)
-
-
-def _place_a(blocks: list[Block], lora_a: torch.Tensor, rank: int, out: torch.Tensor) -> None:
-    """Blocks [rank_width][length] from lora_a [rank, d_in]."""
-    for block in blocks:
-        view = _block_view(block, lora_a.dtype, out).view(block.rank_width, block.length)
-        real = min(block.rank_width, rank - block.rank_start)
-        rows = lora_a[block.rank_start : block.rank_start + real]
-        view[:real] = rows[:, block.start : block.start + block.length]
-        if real < block.rank_width:
-            view[real:] = 0
-
-
-def _place_b(
-    blocks: list[Block],
-    lora_b: torch.Tensor,
-    scaling: float,
-    dtype: torch.dtype,
-    out: torch.Tensor,
-) -> None:
-    """Blocks [length][rank_width] from scaling * lora_b [d_out, rank]."""
-    rank = lora_b.shape[1]
-    direct = lora_b.dtype == dtype
-    scaled = lora_b if direct else _scaled(lora_b, scaling, dtype)
-    for block in blocks:
-        view = _block_view(block, dtype, out).view(block.length, block.rank_width)
-        real = min(block.rank_width, rank - block.rank_start)
-        rows = scaled[block.start : block.start + block.length]
-        part = rows[:, block.rank_start : block.rank_start + real]
-        if direct:
-            torch.mul(part, scaling, out=view[:, :real])
-        else:
-            view[:, :real] = part
-        if real < block.rank_width:
-            view[:, real:] = 0
-
-
 def _edge_factors(
-    adapter: AdapterFile, reader: _Reader, dtype: torch.dtype, base: BaseRows | None
+    adapter: AdapterFile, reader: WeightReader, dtype: torch.dtype, base: BaseRows | None
 ) -> dict[MatrixName, torch.Tensor]:
     """The factors on embedding and head as they are served, by name."""
     values: dict[MatrixName, torch.Tensor] = {}
@@ -292,27 +218,32 @@ def _edge_factors(
     return values
 
 
-def _fill_matrices(
+def _matrix_jobs(
     adapter: AdapterFile,
     plan: ImagePlan,
-    reader: _Reader,
+    files: WeightFiles,
     values: Mapping[MatrixName, torch.Tensor],
     dtype: torch.dtype,
     out: torch.Tensor,
-) -> None:
+) -> Iterator[Job]:
     """Factors, and whole matrices a few rows at a time."""
     saved = {f"{module}.weight": entry for module, entry in adapter.edges.saved.items()}
-    for block in plan.matrices:
+
+    def place(block: MatrixBlock) -> None:
         stop = block.start + block.num_rows
-        if block.name in values:
-            rows = values[block.name][block.start : stop].contiguous()
-        else:
-            rows = reader.read_rows(saved[block.name], block.start, stop).to(dtype).contiguous()
-        out[block.page, block.offset : block.offset + rows.nbytes] = rows.view(-1).view(torch.uint8)
+        with files.reader() as reader:
+            if block.name in values:
+                rows = values[block.name][block.start : stop]
+            else:
+                rows = reader.read_rows(saved[block.name], block.start, stop)
+            target = out[block.page, block.offset :].view(dtype)[: rows.numel()]
+            target.view(rows.shape).copy_(rows)
+
+    return (partial(place, block) for block in plan.matrices)
 
 
 def _fill_vectors(
-    adapter: AdapterFile, plan: ImagePlan, reader: _Reader, base: BaseRows, out: torch.Tensor
+    adapter: AdapterFile, plan: ImagePlan, reader: WeightReader, base: BaseRows, out: torch.Tensor
 ) -> None:
     """Scales and shifts, after the check of all weights: their bits mean nothing to it."""
     key, values = (-1, ""), dict[VectorKind, torch.Tensor]()
@@ -324,35 +255,26 @@ def _fill_vectors(
         out[block.page, block.offset : block.offset + part.nbytes] = part.view(torch.uint8)
 
 
-def _block_view(block: Block, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
-    nbytes = block.rank_width * block.length * dtype.itemsize
-    return out[block.page, block.offset : block.offset + nbytes].view(dtype)
-
-
 def _zero_gaps(plan: ImagePlan, out: torch.Tensor) -> None:
     """Bytes that hold no weights are zero, never what lay there before; vectors come later."""
-    ends = [0] * plan.num_pages
-    for block in sorted(plan.blocks, key=lambda b: (b.page, b.offset)):
-        if block.offset > ends[block.page]:
-            out[block.page, ends[block.page] : block.offset] = 0
-        ends[block.page] = block.offset + block.rank_width * block.length * plan.itemsize
-    for page, end in enumerate(ends):
-        out[page, end:] = 0
+    for page, start, end in plan.gaps:
+        out[page, start:end] = 0
 
 
-def _all_finite(out: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether no exponent in the image is all ones, page by page to stay in the cache."""
-    kind, mask = _EXPONENTS[dtype]
-    bits = np.array(mask, kind)
-    exponents = np.empty(out.shape[1] // dtype.itemsize, kind)
-    for page in out.numpy():
-        np.bitwise_and(page.view(kind), bits, out=exponents)
-        if exponents.max() == bits:
-            return False
-    return True
+def _all_finite(out: torch.Tensor, dtype: torch.dtype, crew: Crew) -> bool:
+    """Whether the image holds no NaN and no infinity: either would be among its extremes."""
+    wrong: list[bool] = []
+
+    def look(page: torch.Tensor) -> None:
+        least, most = torch.aminmax(page)
+        if not (least.isfinite() & most.isfinite()):
+            wrong.append(True)
+
+    crew.each(partial(look, page) for page in out.view(dtype))
+    return not wrong
 
 
-def _not_finite(adapter: AdapterFile, reader: _Reader, dtype: torch.dtype) -> AdapterError:
+def _not_finite(adapter: AdapterFile, reader: WeightReader, dtype: torch.dtype) -> AdapterError:
     """Names the first tensor that holds NaN or infinity, or that `dtype` cannot hold."""
     for entry, scaling in _scaled_tensors(adapter):
         rows = max(1, _SEARCH_BYTES // max(entry.nbytes // entry.shape[0], 1))

@@ -240,7 +240,7 @@ class Residency:
         for entry in self._pending:
             if entry.state is State.LOADING:
                 self._finish_load(entry)
-            elif entry.state is State.COPYING:
+            elif entry.placement is not None:
                 self._finish_copy(entry)
             if entry.drains:
                 self._finish_drains(entry)
@@ -277,7 +277,7 @@ class Residency:
 
     def busy(self) -> bool:
         """Whether a load or copy is on its way, so that polling again soon is worth it."""
-        return any(e.state in (State.LOADING, State.COPYING) for e in self._pending)
+        return any(entry.is_moving for entry in self._pending)
 
     @property
     def has_work(self) -> bool:
@@ -342,17 +342,19 @@ class Residency:
             self._holds.unhold(entry)
 
     def _finish_copy(self, entry: Entry) -> None:
+        """Let steps use an adapter that is there or soon will be; the image is held until then."""
         placement = entry.placement
-        if entry.state is not State.COPYING or placement is None or not placement.copy.done():
+        if placement is None:
             return
-        self._hot.enter(placement)
-        self._holds.release(entry)
-        is_warm = self._warm.nbytes(entry.digest) > 0
-        entry.rate(self._now(), self._rule, is_warm=is_warm)
-        self._set_state(entry, State.HOT)
+        if entry.state is State.COPYING and self._hot.enter(placement):
+            is_warm = self._warm.nbytes(entry.digest) > 0
+            entry.rate(self._now(), self._rule, is_warm=is_warm)
+            self._set_state(entry, State.HOT)
+        if entry.state is State.HOT and placement.copy.done():
+            self._holds.release(entry)
 
     def _finish_drains(self, entry: Entry) -> None:
-        while entry.drains and entry.state not in (State.LOADING, State.COPYING):
+        while entry.drains and not entry.is_moving:
             drain = entry.drains[0]
             if any(lease.serial < drain.serial for lease in entry.leases):
                 return

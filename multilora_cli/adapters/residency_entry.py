@@ -76,7 +76,7 @@ class Entry:
 
     version: Version
     state: State = State.STORED
-    image: Image | None = None  # held by us while somebody wants to be hot
+    image: Image | None = None  # held by us until it was copied to where somebody wants it
     placement: Placement | None = None
     loading: "Future[Image] | None" = None
     failure: Failure | None = None
@@ -138,16 +138,23 @@ class Entry:
     @property
     def is_settled(self) -> bool:
         """Whether nothing has to be done for it between steps."""
-        if self.state in (State.LOADING, State.COPYING) or self.drains or self.calls:
+        if self.is_moving or self.drains or self.calls:
             return False
         if self.state in (State.FAILED, State.HOT):
             return True
         return (self.state is State.WARM and not self.wants_hot()) or self.demand() is None
 
     @property
+    def is_moving(self) -> bool:
+        """Whether a load or copy is on its way; steps may use an adapter that is being copied."""
+        copying = self.state is State.HOT and self.image is not None
+        return copying or self.state in (State.LOADING, State.COPYING)
+
+    @property
     def is_idle(self) -> bool:
-        """Whether it may leave the device: nobody runs it and nothing pins it there."""
-        return self.state is State.HOT and self.running == 0 and self.pin != "hot"
+        """Whether it may leave the device: it is all there, nobody runs it, nothing pins it."""
+        is_there = self.state is State.HOT and not self.is_moving
+        return is_there and self.running == 0 and self.pin != "hot"
 
     def touch(self, now: float, rule: EvictionRule, *, is_warm: bool) -> None:
         """It is used now."""
@@ -202,5 +209,5 @@ class Entry:
             raise IntegrityError(f"{who}, its place says otherwise")
         if (self.loading is not None) != (self.state is State.LOADING):
             raise IntegrityError(f"{who}, its loader says otherwise")
-        if self.image is not None and self.state not in (State.WARM, State.COPYING):
+        if self.image is not None and self.state not in (State.WARM, State.COPYING, State.HOT):
             raise IntegrityError(f"{who}, its image is held")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from multilora_cli.adapters.crew import Crew
 from multilora_cli.adapters.host_cache import HostCache
 from multilora_cli.adapters.hot_tier import HotTier
 from multilora_cli.adapters.residency import Residency
@@ -19,6 +20,7 @@ from multilora_cli.engine.device_memory import Allocation, plan_memory
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.fair_order import FairOrder
+from multilora_cli.engine.loader_threads import loader_threads, num_helpers
 from multilora_cli.engine.messages import Ready
 from multilora_cli.engine.model_runner import ModelRunner
 from multilora_cli.engine.page_copier import PageCopier
@@ -98,7 +100,10 @@ class _Assembly:
         config, device = self.config, self.allocation.device
         page_bytes, dtype = self.pool.page_bytes, self.allocation.dtype
         base = BaseRows(decoder)
-        reader = AdapterReader(config, self.geometry, page_bytes, base, dtype, self.failpoints)
+        crew = Crew(loaders, num_helpers())
+        reader = AdapterReader(
+            config, self.geometry, page_bytes, base, dtype, self.failpoints, crew
+        )
         warm = HostCache(config.host_adapter_bytes, reader.open, pin=device.type == "cuda")
         if device.type == "cuda":
             warm.prepare(min(config.host_adapter_bytes, _PINNED_AT_START))
@@ -221,7 +226,7 @@ def build_engine(
     report("pool", 0, 1)
     assembly.take_memory()
     report("pool", 1, 1)
-    loaders = ThreadPoolExecutor(config.num_loaders, thread_name_prefix="adapter-loader")
+    loaders = loader_threads(config.num_loaders + num_helpers())
     residency = assembly.residency(loaders, decoder)
     runner = assembly.runner(decoder)
     return Engine(

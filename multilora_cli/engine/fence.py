@@ -16,6 +16,10 @@ class Fence(Protocol):
         """Return once everything before it has ended."""
         ...
 
+    def order(self) -> bool:
+        """Let what is launched on the current stream from now on come after it. True."""
+        ...
+
 
 class Passed:
     """A point that was reached when the call returned: on a CPU, every point."""
@@ -27,6 +31,10 @@ class Passed:
     def wait(self) -> None:
         """At once."""
 
+    def order(self) -> bool:
+        """It does."""
+        return True
+
 
 class StreamFence:
     """The point that a CUDA stream has reached now."""
@@ -34,6 +42,7 @@ class StreamFence:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._device = stream.device
 
     def done(self) -> bool:
         """Whether the stream has come past it; never waits."""
@@ -42,6 +51,11 @@ class StreamFence:
     def wait(self) -> None:
         """Until the stream has come past it; other threads run meanwhile."""
         self._event.synchronize()
+
+    def order(self) -> bool:
+        """The device lets the current stream wait, the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return True
 
 
 def fence_of(device: torch.device) -> Fence:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from multilora_cli.adapters import hot_tier
 from multilora_cli.adapters.lease import Lease, State
 from multilora_cli.memory.page_pool import IntegrityError, PageUse
 from tests.engine.bookkeeping_kit import PAGE, Books, FakeVersion
@@ -98,6 +99,7 @@ class Walk:
         if copies:
             self.random.choice(copies).finished = True
         self.books.copier.copies = [copy for copy in copies if not copy.finished]
+        self.books.copier.may_precede = self.random.random() < 0.5
 
     def _poll(self) -> None:
         self.residency.poll()
@@ -143,6 +145,8 @@ class Walk:
         books.pool.check_integrity()
         self.residency.check_integrity()
         assert books.pool.count(PageUse.ADAPTER) <= books.evictor.adapter_limit
+        for copy in books.copier.copies:
+            assert copy.finished or books.is_intact(copy), "a copy writes where others are"
         submitted = [args[0].digest for _, _, args in books.loaders.jobs]
         assert len(set(submitted)) == len(submitted) <= 2, "two loads of one digest"
         for lease in self.leases:
@@ -382,3 +386,50 @@ def test_sequences_that_grow_in_every_step_do_not_take_what_an_adapter_waits_for
     else:
         raise AssertionError("it never came")
     books.residency.check_integrity()
+
+
+def test_a_step_comes_behind_a_copy_under_way() -> None:
+    """The adapter is hot at once; image, slot and pages stay until the copy is done."""
+    books = Books()
+    books.copier.instant, books.copier.may_precede = False, True
+    version = FakeVersion("a", 3)
+    lease = books.residency.lease(version, 1)
+    books.residency.poll()
+    books.loaders.run_one(random.Random(0))
+    books.residency.load(7, version, 2, hot=True)
+    books.residency.poll()
+    (copy,) = books.copier.copies
+    assert copy.precedes_steps and books.residency.obstacle(lease) is None
+    assert [done.call_id for done in books.residency.take_done()] == [7]
+    slot = books.residency.acquire(lease)
+    assert slot is not None and books.reads(slot, "a")
+    books.residency.release(lease)
+    books.residency.evict(8, "a", cold=True, unpin=True, purge=False)
+    books.clock.complete(books.clock.launch())
+    books.residency.poll()
+    assert not books.residency.take_done() and books.is_intact(copy) and books.residency.busy()
+    copy.finished = True
+    books.residency.poll()
+    assert [done.call_id for done in books.residency.take_done()] == [8]
+    assert not any(books.warm.holds.values())
+
+
+def test_many_copies_do_not_hold_a_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a few MB of copies a step begins; those beyond are waited for by their own."""
+    monkeypatch.setattr(hot_tier, "_AHEAD_BYTES", 5 * PAGE)
+    books = Books(num_pages=60)
+    books.copier.instant, books.copier.may_precede = False, True
+    leases = [books.residency.lease(FakeVersion(name, 3), i) for i, name in enumerate("abc")]
+    for _ in range(4):
+        books.residency.poll()
+        books.loaders.run_one(random.Random(0))
+    copies = books.copier.copies
+    ready = [lease.digest for lease in leases if books.residency.is_ready(lease)]
+    assert ready == [copies[0].digest] and len(copies) == 3
+    copies[0].finished = True
+    books.residency.poll()
+    ready = [lease.digest for lease in leases if books.residency.is_ready(lease)]
+    assert ready == [copies[0].digest], "6 pages are still on their way"
+    copies[1].finished = True
+    books.residency.poll()
+    assert all(books.residency.is_ready(lease) for lease in leases)

@@ -132,11 +132,20 @@ class FakeWarm:
 class FakeCopy:
     """A copy that ends when told to."""
 
+    digest: str
+    pages: tuple[int, ...]
     finished: bool = False
+    may_precede: bool = False
+    precedes_steps: bool = False
 
     def done(self) -> bool:
         """Whether it was told to."""
         return self.finished
+
+    def order(self) -> bool:
+        """Steps come after it, unless they are told not to wait."""
+        self.precedes_steps = self.may_precede
+        return self.may_precede
 
 
 class FakeCopier:
@@ -146,12 +155,13 @@ class FakeCopier:
         self.content: dict[int, tuple[str, int]] = {}
         self.copies: list[FakeCopy] = []
         self.instant = True
+        self.may_precede = False  # whether a step may be launched behind a copy
 
     def start(self, image: FakeImage, pages: Sequence[int]) -> FakeCopy:
         """Write the pages now, be done later unless `instant`."""
         for index, page in enumerate(pages):
             self.content[page] = (image.digest, index)
-        copy = FakeCopy(self.instant)
+        copy = FakeCopy(image.digest, tuple(pages), self.instant, self.may_precede)
         self.copies.append(copy)
         return copy
 
@@ -215,6 +225,12 @@ class Books:
         """A page that was given back holds nothing."""
         for page in pages:
             self.copier.content.pop(page, None)
+
+    def is_intact(self, copy: FakeCopy) -> bool:
+        """Whether its pages are still its own, and its image still in host memory."""
+        placed = [self.copier.content.get(page) for page in copy.pages]
+        own = placed == [(copy.digest, index) for index in range(len(copy.pages))]
+        return own and self.warm.holds.get(copy.digest, 0) > 0
 
     def reads(self, slot: int, digest: str) -> bool:
         """Whether the device's row for `slot` leads to exactly the pages of `digest`."""
