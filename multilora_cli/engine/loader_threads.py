@@ -26,6 +26,7 @@ def loader_threads(count: int) -> ThreadPoolExecutor:
     all_started = threading.Barrier(count + 1)
 
     def settle() -> None:
+        torch.get_num_threads()  # a thread's own number is made at its first use, and lasts
         torch.set_num_threads(1)
         all_started.wait()
 
