@@ -5,6 +5,7 @@ y += s * B (A x) becomes y += B' (A x) with B' = s * B, multiplied in float32 an
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -55,9 +56,10 @@ def build_image(
     ):
         raise ValueError("the plan was made for another adapter or dtype")
     crew = crew or Crew()
+    image = out.view(-1).view(dtype)
     with WeightFiles(adapter, crew.buffers) as files, files.reader() as reader:
-        crew.each(_factor_jobs(adapter, plan, dtype, out, files))
-        all_zero = not _has_products(adapter, reader)
+        crew.each(_factor_jobs(adapter, plan, image, files))
+        all_zero = not _has_products(plan, image)
         if plan.matrices:
             all_zero = all_zero and not adapter.edges.saved
             if adapter.edges.token_rows and base is None:
@@ -87,94 +89,119 @@ class _Factor(NamedTuple):
 def _factor_jobs(
     adapter: AdapterFile,
     plan: ImagePlan,
-    dtype: torch.dtype,
-    out: torch.Tensor,
+    image: torch.Tensor,
     files: WeightFiles,
 ) -> Iterator[Job]:
     """One job for every piece of the files that holds factors, and one for the bytes between."""
     blocks = plan.blocks_by_matrix
-    factors = [
-        factor
-        for (layer, module), weights in adapter.weights.items()
+    by_file: dict[Path, list[_Factor]] = {}
+    for (layer, module), weights in adapter.weights.items():
         for factor in (
             _Factor(weights.lora_a, blocks[layer, module, "a"], None),
             _Factor(weights.lora_b, blocks[layer, module, "b"], weights.scaling),
-        )
-    ]
-    factors.sort(key=lambda factor: (factor.entry.file, factor.entry.offset))
-    weights_out = out.view(-1).view(dtype)
-    yield partial(_zero_gaps, plan, out)
-    for share in _shares(factors):
-        yield partial(_place, share, files, weights_out, plan)
+        ):
+            by_file.setdefault(factor.entry.file, []).append(factor)
+    yield partial(_zero_gaps, plan, image.view(torch.uint8).view(plan.num_pages, -1))
+    for factors in by_file.values():
+        factors.sort(key=lambda factor: factor.entry.offset)
+        for share in _shares(factors):
+            yield partial(_place, share, files, image, plan)
 
 
 def _shares(factors: Sequence[_Factor]) -> Iterator[Sequence[_Factor]]:
-    """Runs of factors that follow one another in a file, of about a piece each."""
-    first = 0
-    for index, factor in enumerate(factors):
-        start = factors[first].entry
-        end = factor.entry.offset + factor.entry.nbytes
-        if index > first and (factor.entry.file != start.file or end - start.offset > PIECE_BYTES):
+    """Runs of factors that follow one another in their file, of about a piece each."""
+    first, begin = 0, factors[0].entry.offset
+    for index, (entry, _, _) in enumerate(factors):
+        if index > first and entry.offset + entry.nbytes - begin > PIECE_BYTES:
             yield factors[first:index]
-            first = index
-    if factors:
-        yield factors[first:]
+            first, begin = index, entry.offset
+    yield factors[first:]
 
 
 def _place(
-    share: Sequence[_Factor], files: WeightFiles, out: torch.Tensor, plan: ImagePlan
+    share: Sequence[_Factor], files: WeightFiles, image: torch.Tensor, plan: ImagePlan
 ) -> None:
-    """Read neighbouring factors at once and write them to `out`, the image in the compute dtype."""
+    """Read neighbouring factors at once and write them to `image`, flat in the compute dtype.
+
+    In a few calls: after each one the interpreter has to be won back.
+    """
+    parts, scaled = _Parts([], [], []), dict[float, list[torch.Tensor]]()
     first, last = share[0].entry, share[-1].entry
     with files.reader() as reader:
         reader.fetch(first.file, first.offset, last.offset + last.nbytes)
         for factor in share:
             source, begin = reader.flat(factor.entry)
+            if factor.scaling is not None:
+                values = source[begin : begin + factor.entry.shape[0] * factor.entry.shape[1]]
+                if values.dtype in (image.dtype, torch.float32):
+                    scaled.setdefault(factor.scaling, []).append(values)
+                else:
+                    source, begin = values.float().mul_(factor.scaling), 0
             for block in factor.blocks:
-                at = block.page * plan.page_bytes + block.offset
-                _place_block(factor, block, source, begin, out, at // plan.itemsize)
+                parts.add(factor, block, source, begin, image, plan)
+        # In float32 and rounded once: here where the file is in the compute dtype, by the copy
+        # where it is in float32. A number instead of the tensor would be rounded to the dtype.
+        for scaling, tensors in scaled.items():
+            torch._foreach_mul_(tensors, torch.tensor(scaling))
+        torch._foreach_copy_(parts.targets, parts.sources)
+        if parts.spare:
+            torch._foreach_zero_(parts.spare)
 
 
-def _place_block(
-    factor: _Factor,
-    block: Block,
-    source: torch.Tensor,
-    begin: int,
-    out: torch.Tensor,
-    at: int,
-) -> None:
-    """From [rank, d_in] to [rank_width][length], or [d_out, rank] to [length][rank_width].
+class _Parts(NamedTuple):
+    """Views of a piece of the files and of the image that belong together."""
 
-    `begin` is where the matrix begins in `source`, `at` where the block does in `out`.
-    """
-    length, width, columns = block.length, block.rank_width, factor.entry.shape[1]
-    if factor.scaling is None:
-        real = min(width, factor.entry.shape[0] - block.rank_start)
-        begin += block.rank_start * columns + block.start
-        rows = source.as_strided((real, length), (columns, 1), begin)
-        out.as_strided((real, length), (length, 1), at).copy_(rows)
-        if real < width:
-            out[at + real * length : at + width * length] = 0
-    else:
-        real = min(width, columns - block.rank_start)
-        begin += block.start * columns + block.rank_start
-        rows = source.as_strided((length, real), (columns, 1), begin)
-        _scale_into(rows, factor.scaling, out.as_strided((length, real), (width, 1), at))
-        if real < width:
-            out.as_strided((length, width - real), (width, 1), at + real).zero_()
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    spare: list[torch.Tensor]  # ranks of the image's tiles that the adapter does not have
+
+    def add(
+        self,
+        factor: _Factor,
+        block: Block,
+        source: torch.Tensor,
+        begin: int,
+        image: torch.Tensor,
+        plan: ImagePlan,
+    ) -> None:
+        """From [rank, d_in] to [rank_width][length], or [d_out, rank] to [length][rank_width]; the
+        matrix begins at element `begin` of `source`."""
+        length, width, columns = block.length, block.rank_width, factor.entry.shape[1]
+        at = (block.page * plan.page_bytes + block.offset) // plan.itemsize
+        if factor.scaling is None:
+            real = min(width, factor.entry.shape[0] - block.rank_start)
+            begin += block.rank_start * columns + block.start
+            self.sources.append(source.as_strided((real, length), (columns, 1), begin))
+            self.targets.append(image.as_strided((real, length), (length, 1), at))
+            if real < width:
+                self.spare.append(image[at + real * length : at + width * length])
+        else:
+            real = min(width, columns - block.rank_start)
+            begin += block.start * columns + block.rank_start
+            self.sources.append(source.as_strided((length, real), (columns, 1), begin))
+            self.targets.append(image.as_strided((length, real), (width, 1), at))
+            if real < width:
+                shape, stride = (length, width - real), (width, 1)
+                self.spare.append(image.as_strided(shape, stride, at + real))
 
 
-def _scale_into(values: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
-    """Multiplied in float32 and rounded once, as torch does in the dtype of both."""
-    torch.mul(values if values.dtype == out.dtype else values.float(), scaling, out=out)
-
-
-def _has_products(adapter: AdapterFile, reader: WeightReader) -> bool:
-    """Whether any product of lora_B and lora_A has a number other than zero: nearly always the
-    first one has."""
-    for _, _, weights in _in_file_order(adapter):
-        used = reader.read(weights.lora_b).any(0)
-        if bool((used & reader.read(weights.lora_a).any(1)).any()):
+def _has_products(plan: ImagePlan, image: torch.Tensor) -> bool:
+    """Whether any product of B and A, in the compute dtype, has a number other than zero: nearly
+    always the first one has."""
+    for layer, module in plan.ranks:
+        used: dict[tuple[str, int], torch.Tensor] = {}  # ranks, by matrix and tile
+        for matrix in "ab":
+            for block in plan.blocks_by_matrix[layer, module, matrix]:
+                at = (block.page * plan.page_bytes + block.offset) // plan.itemsize
+                values = image[at : at + block.rank_width * block.length]
+                found = (
+                    values.view(block.rank_width, -1).any(1)
+                    if matrix == "a"
+                    else values.view(-1, block.rank_width).any(0)
+                )
+                key = (matrix, block.rank_start)
+                used[key] = used[key] | found if key in used else found
+        if any(bool((used["a", t] & ranks).any()) for (m, t), ranks in used.items() if m == "b"):
             return True
     return False
 
