@@ -100,12 +100,23 @@ def list_bytes(
     wanted, planes = decode_capacity(shapes, decode_tokens, max_rank, chip, choose)
     margin = 4 * (TILE_FIELDS + TASK_FIELDS + BAND_FIELDS) * chip.num_sms
     decode = sum(capacity.nbytes for capacity in wanted.values()) + margin + _COUNT_BYTES
-    prompt_planes = 0
+    prompt_planes = prompt_plane_rows(shapes, max_tokens, max_rank, chip, choose)
+    row_numbers = 3 * 4 * max_tokens  # of decode steps, of prompts, and the slot of every row
+    return decode + (planes + prompt_planes) * _PLANE_ROW_BYTES + row_numbers
+
+
+def prompt_plane_rows(
+    shapes: Mapping[str, GroupShape],
+    max_tokens: int,
+    max_rank: int,
+    chip: Chip,
+    choose: Choose = choose,
+) -> int:
+    """Rows of the planes for any step above decode's size, of up to `max_tokens` rows."""
+    planes = 0
     for shape in shapes.values():
         tiles = len(shape.d_outs) * num_tiles(max_rank)
         for rows in {*(rows for rows in _PROMPT_BUCKETS if rows <= max_tokens), max_tokens}:
             if rows > DECODE_TOKENS:
-                splits = choose(shape, rows, chip).splits(shape.d_in)
-                prompt_planes = max(prompt_planes, rows * tiles * splits)
-    row_numbers = 3 * 4 * max_tokens  # of decode steps, of prompts, and the slot of every row
-    return decode + (planes + prompt_planes) * _PLANE_ROW_BYTES + row_numbers
+                planes = max(planes, rows * tiles * choose(shape, rows, chip).splits(shape.d_in))
+    return planes

@@ -135,6 +135,12 @@ class Segments:
         if table.geometry is not None:
             self._lists_of(True)
 
+    def reserve(self, table: AdapterTable) -> None:
+        """`bind`, and allocate for the largest step with prompts too: serving takes no more."""
+        self.bind(table)
+        if not is_decode(self.max_tokens):
+            self._lists_of(False).reserve_prompts()
+
     def prepare_capture(
         self,
         table: AdapterTable,

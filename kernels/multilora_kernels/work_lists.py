@@ -29,7 +29,12 @@ import triton.language as tl
 
 from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS
-from multilora_kernels.list_capacity import Capacity, decode_capacity, group_shapes
+from multilora_kernels.list_capacity import (
+    Capacity,
+    decode_capacity,
+    group_shapes,
+    prompt_plane_rows,
+)
 from multilora_kernels.lora_choice import (
     SIDE_BY_SIDE,
     Choose,
@@ -285,6 +290,13 @@ class WorkLists:
         self._grow(wanted)
         self.planes(planes, 1)
         self._is_fixed = True
+
+    def reserve_prompts(self) -> None:
+        """Allocate the planes of the largest step with prompts; its lists grow as they are needed,
+        and stay below 1 % of that."""
+        shapes, chip = self.shapes, self.chip
+        rows = prompt_plane_rows(shapes, self.max_tokens, self.max_rank, chip, self._choose)
+        self.planes(rows, 1)
 
     @property
     def nbytes(self) -> int:

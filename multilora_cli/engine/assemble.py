@@ -16,10 +16,12 @@ from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.decode_graphs import DecodeGraphs, GraphMemory
-from multilora_cli.engine.device_memory import Allocation, plan_memory
+from multilora_cli.engine.device_memory import Allocation, choose_device, plan_memory
+from multilora_cli.engine.device_meter import DeviceMeter
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.fair_order import FairOrder
+from multilora_cli.engine.largest_step import largest_step
 from multilora_cli.engine.loader_threads import loader_threads, num_helpers
 from multilora_cli.engine.messages import Ready
 from multilora_cli.engine.model_runner import ModelRunner
@@ -58,25 +60,28 @@ class _Assembly:
         self.report = report
         self.now = now
         self.failpoints = Failpoints(config.failpoints)
+        self.meter = DeviceMeter(choose_device(config.device))
         self.allocation = plan_memory(config, geometry)
         self.max_model_len = _context(config, geometry, self.allocation)
 
     def load_base(self) -> Decoder:
         """The decoder, its weights on the device."""
-        return load_decoder(
-            Path(self.config.model_path),
-            self.geometry,
-            self.allocation.device,
-            self.allocation.dtype,
-            self.report,
-            load_format=self.config.load_format,
-            quantization=self.allocation.quantization,
-        )
+        with self.meter.part("weights"):
+            return load_decoder(
+                Path(self.config.model_path),
+                self.geometry,
+                self.allocation.device,
+                self.allocation.dtype,
+                self.report,
+                load_format=self.config.load_format,
+                quantization=self.allocation.quantization,
+            )
 
     def take_memory(self) -> None:
         """Pool, adapter table and the books over both."""
         plan, config = self.allocation.plan, self.config
-        self.buffer = PageBuffer(plan.num_pages, plan.page_bytes, self.allocation.device)
+        with self.meter.part("pool"):
+            self.buffer = PageBuffer(plan.num_pages, plan.page_bytes, self.allocation.device)
         if config.debug:
             self.buffer.poison_all()
         poison = self.buffer.poison if config.debug else None
@@ -87,13 +92,14 @@ class _Assembly:
         if config.prefix_caching:
             self.prefixes = PrefixCache(self.pool, self.rule, self.now)
         self.kv = KVCache(self.pool, self.evictor, self.prefixes)
-        self.table = AdapterTable(
-            config.num_slots,
-            self.geometry.num_layers,
-            self.geometry.module_shapes,
-            self.allocation.max_blocks,
-            self.allocation.device,
-        )
+        with self.meter.part("tables"):
+            self.table = AdapterTable(
+                config.num_slots,
+                self.geometry.num_layers,
+                self.geometry.module_shapes,
+                self.allocation.max_blocks,
+                self.allocation.device,
+            )
 
     def residency(self, loaders: ThreadPoolExecutor, decoder: Decoder) -> Residency:
         """Adapters: warm images in host memory, hot ones in the pool."""
@@ -138,16 +144,14 @@ class _Assembly:
         """What runs a step on the device; on CUDA with its decode steps captured."""
         config, device = self.config, self.allocation.device
         segments = Segments(config.max_num_batched_tokens, device, max_rank=config.max_lora_rank)
-        self.segments = segments
         # One row may sample for all answers of a request, which all wait in the queue.
         most_samples = config.max_num_seqs + config.max_queue
         sampled = torch.zeros(most_samples, dtype=torch.int64, device=device)
         kv_dtype = self.allocation.kv_dtype
-        builder = BatchBuilder(self.buffer.pages, self.table, segments, sampled, kv_dtype)
-        self.graphs: DecodeGraphs | None = None
-        self.prompt_graphs: PromptGraphs | None = None
+        self.builder = BatchBuilder(self.buffer.pages, self.table, segments, sampled, kv_dtype)
         if device.type == "cuda":
             self.table.settle(self.pool.page_bytes, self.allocation.dtype.itemsize)
+            segments.reserve(self.table)
             warm_up(
                 decoder,
                 self.buffer.pages,
@@ -156,26 +160,31 @@ class _Assembly:
                 kv_dtype,
                 lambda done, total: self.report("kernels", done, total),
             )
-        if self.allocation.graph_rows:
-            self.graphs = DecodeGraphs(
-                decoder,
-                builder,
-                self.allocation.graph_rows,
-                self.max_model_len,
-                config.max_lora_rank,
-            )
-            memory = GraphMemory()
-            self.graphs.capture(memory, self._report_graphs)
-            if self.allocation.prompt_steps:
-                self.prompt_graphs = PromptGraphs(
-                    decoder,
-                    builder,
-                    self.allocation.prompt_steps,
-                    self.max_model_len,
-                    config.max_lora_rank,
+            with self.meter.peak("workspace"):
+                largest_step(
+                    decoder, self.builder, config.max_num_batched_tokens, config.max_num_seqs
                 )
-                self.prompt_graphs.capture(memory, self._report_graphs)
-        return ModelRunner(decoder, builder, self.failpoints, self.graphs, self.prompt_graphs)
+        graphs, prompt_graphs = self._captured(decoder)
+        return ModelRunner(decoder, self.builder, self.failpoints, graphs, prompt_graphs)
+
+    def _captured(self, decoder: Decoder) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+        """Decode steps, and those with prompts, as CUDA graphs: what the plan says."""
+        self.graph_memory: GraphMemory | None = None
+        self.graphs: list[DecodeGraphs | PromptGraphs] = []
+        planned = self.allocation
+        if not planned.graph_rows:
+            return None, None
+        memory = self.graph_memory = GraphMemory(planned.device)
+        limits = (self.max_model_len, self.config.max_lora_rank)
+        graphs = DecodeGraphs(decoder, self.builder, planned.graph_rows, *limits)
+        graphs.record_all(memory.record, self._report_graphs)
+        self.graphs.append(graphs)
+        if not planned.prompt_steps:
+            return graphs, None
+        prompt_graphs = PromptGraphs(decoder, self.builder, planned.prompt_steps, *limits)
+        prompt_graphs.record_all(memory.record, self._report_graphs)
+        self.graphs.append(prompt_graphs)
+        return graphs, prompt_graphs
 
     def _report_graphs(self, done: int, total: int) -> None:
         self.report("graphs", done, total)
@@ -183,17 +192,6 @@ class _Assembly:
     def ready(self, decoder: Decoder) -> Ready:
         """What was allocated, beside what was planned."""
         plan = self.allocation.plan
-        allocated = {
-            "weights": decoder.weight_bytes,
-            "pool": self.buffer.nbytes,
-            "tables": self.table.nbytes,
-        }
-        if self.graphs is not None:
-            allocated["graphs"] = self.graphs.nbytes
-        if self.prompt_graphs is not None:
-            allocated["graphs"] += self.prompt_graphs.nbytes
-        if self.allocation.device.type == "cuda":
-            allocated["lists"] = self.segments.nbytes
         return Ready(
             device=str(self.allocation.device),
             dtype=str(self.allocation.dtype).removeprefix("torch."),
@@ -201,9 +199,30 @@ class _Assembly:
             num_pages=plan.num_pages,
             page_bytes=plan.page_bytes,
             planned=plan.parts(),
-            allocated=allocated,
+            allocated=self._allocated(decoder),
             notes=list(decoder.notes),
         )
+
+    def _allocated(self, decoder: Decoder) -> dict[str, int]:
+        """Bytes by part: the owners' own count, and on a card what the meter counted."""
+        found = {
+            "weights": decoder.weight_bytes,
+            "pool": self.buffer.nbytes,
+            "tables": self.table.nbytes,
+        }
+        if self.allocation.device.type != "cuda":
+            return found
+        found |= self.meter.parts
+        found["lists"] = self.builder.segments.nbytes
+        outside = self.meter.outside()
+        if self.graph_memory is not None:
+            memory = self.graph_memory
+            fixed = sum(graphs.nbytes for graphs in self.graphs)
+            found["graphs"] = fixed + memory.pool_bytes + memory.driver_bytes
+            outside = None if outside is None else outside - memory.driver_bytes
+        if outside is not None:
+            found["context"] = outside
+        return found
 
 
 def _pages_within(num_bytes: int | None, page_bytes: int) -> int | None:

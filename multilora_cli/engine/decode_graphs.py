@@ -19,6 +19,7 @@ import torch
 
 from multilora_cli.engine.batch import BatchBuilder, late_tokens, single_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
+from multilora_cli.engine.device_meter import settled_bytes
 from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.layers.sampler import greedy
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
@@ -55,11 +56,22 @@ class Captured(Protocol):
 class GraphMemory:
     """What graphs allocate from: one pool for all, since steps do not overlap."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0  # that torch keeps for what the captured steps allocate
+        self.driver_bytes = 0  # that the driver keeps of them
 
     def record(self, work: Callable[[], None]) -> Captured:
-        """Capture `work`."""
+        """Capture `work`, and count what that takes."""
+        kept, driver = settled_bytes(self._device)
+        captured = self._capture(work)
+        kept_after, driver_after = settled_bytes(self._device)
+        self.pool_bytes += kept_after - kept
+        self.driver_bytes += driver_after - driver
+        return captured
+
+    def _capture(self, work: Callable[[], None]) -> Captured:
         graph = torch.cuda.CUDAGraph()
         # Loader threads may use the device meanwhile: only this thread's calls are watched. The
         # outer block leads back to this stream where a capture fails: torch's own does not.
@@ -107,7 +119,12 @@ class DecodeGraphs:
         self._told = torch.zeros(most, dtype=torch.int64, device=device)
         self._pages = PageRows(most, columns)
         self._staging = Staging(device)
-        self.nbytes = 0  # of device memory that the graphs hold
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of what the graphs read and leave; GraphMemory counts the graphs."""
+        fixed = (self._inputs, self._page_table, self._query_start, self._logits)
+        return sum(tensor.nbytes for tensor in (*fixed, self._tokens, self._told))
 
     def holds(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows are a step that was captured: one token each, and not too many.
@@ -121,24 +138,10 @@ class DecodeGraphs:
             and (self._record is not None or self._key(self._slots(rows)) in self._graphs)
         )
 
-    def capture(self, memory: GraphMemory, progress: Progress) -> None:
-        """Capture every step; `progress` is told how many are done, and of how many."""
-        device = self._builder.pool.device
-        progress(0, len(self._row_counts) * len(self._ranks))
-        for rank in self._ranks:  # what an eager step allocates is the workspace's, not the graphs'
-            self._warm_up(self._row_counts[-1], rank)
-        # A capture empties the allocator's cache: what warming up left there is not the graphs'.
-        torch.cuda.empty_cache()
-        free_before = torch.cuda.mem_get_info(device)[0]
-        self.record_all(memory.record, progress)
-        torch.cuda.synchronize(device)
-        fixed = (self._inputs, self._page_table, self._query_start, self._logits)
-        self.nbytes = sum(tensor.nbytes for tensor in fixed)
-        self.nbytes += free_before - torch.cuda.mem_get_info(device)[0]
-
     @torch.inference_mode()
     def record_all(self, record: Record, progress: Progress) -> None:
-        """Record every step, the largest first, so that smaller ones reuse its memory."""
+        """Record every step, the largest first, so that smaller ones reuse its memory; `progress`
+        is told how many are done, and of how many."""
         self._record = record
         keys = [(rows, rank) for rows in reversed(self._row_counts) for rank in self._ranks]
         for index, (rows, rank) in enumerate(keys):

@@ -18,7 +18,7 @@ import torch
 
 from multilora_cli.engine.batch import BatchBuilder, late_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
-from multilora_cli.engine.decode_graphs import Captured, GraphMemory, Progress, Record
+from multilora_cli.engine.decode_graphs import Captured, Progress, Record
 from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
@@ -70,7 +70,11 @@ class PromptGraphs:
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
         self._pages = PageRows(most, columns)
         self._staging = Staging(device)
-        self.nbytes = 0  # of device memory that the graphs hold
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of what the graphs read and leave; GraphMemory counts the graphs."""
+        return self._inputs.nbytes + self._page_table.nbytes + self._logits.nbytes
 
     def holds(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether a captured step has room for these rows."""
@@ -79,19 +83,10 @@ class PromptGraphs:
             row.sequence.wants_prompt_logprobs or extras[row.sequence.slot] for row in rows
         )
 
-    def capture(self, memory: GraphMemory, progress: Progress) -> None:
-        """Capture every step; `progress` is told how many are done, and of how many."""
-        device = self._builder.pool.device
-        free_before = torch.cuda.mem_get_info(device)[0]
-        self.record_all(memory.record, progress)
-        torch.cuda.synchronize(device)
-        fixed = (self._inputs, self._page_table, self._logits)
-        self.nbytes = sum(tensor.nbytes for tensor in fixed)
-        self.nbytes += free_before - torch.cuda.mem_get_info(device)[0]
-
     @torch.inference_mode()
     def record_all(self, record: Record, progress: Progress) -> None:
-        """Record every step, the largest first, so that smaller ones reuse its memory."""
+        """Record every step, the largest first, so that smaller ones reuse its memory; `progress`
+        is told how many are done, and of how many."""
         keys = [(step, rank) for step in reversed(self._steps) for rank in self._ranks]
         segments = self._builder.segments
         for index, (step, rank) in enumerate(keys):

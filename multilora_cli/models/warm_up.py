@@ -39,7 +39,7 @@ def warm_up(
     sizes = list(_sizes(max_tokens))
     for index, num_tokens in enumerate(sizes):
         progress(index, len(sizes))
-        context = _spare_step(pool, num_tokens, adapters, kv_dtype)
+        context = spare_step(pool, num_tokens, adapters, kv_dtype)
         token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=pool.device)
         hidden = decoder.forward(token_ids, context.slot_mapping.clamp(min=0), context)
         decoder.logits(hidden[:1], context.adapters if num_tokens == 1 else None)
@@ -57,16 +57,17 @@ def _sizes(max_tokens: int) -> Iterator[int]:
     yield max_tokens
 
 
-def _spare_step(
+def spare_step(
     pool: torch.Tensor,
     num_tokens: int,
-    adapters: tuple[AdapterTable, Segments] | None,
-    kv_dtype: torch.dtype | None,
+    adapters: tuple[AdapterTable, Segments] | None = None,
+    kv_dtype: torch.dtype | None = None,
+    decodes: int = 1,
 ) -> StepContext:
-    """Rows that read the scratch page and write nowhere."""
-    device, chunk = pool.device, num_tokens - 1
-    lens = [1, chunk] if chunk else [1]
-    starts = [0, 1, num_tokens] if chunk else [0, 1]
+    """Rows that read the scratch page and write nowhere: `decodes` of one token, then a chunk."""
+    device, chunk = pool.device, num_tokens - decodes
+    lens = [1] * decodes + ([chunk] if chunk else [])
+    starts = [*range(decodes + 1), *([num_tokens] if chunk else [])]
     columns = -(-max(lens) // (16 * TOKENS_PER_PAGE)) * 16  # rounded up as those of real steps
     with_adapters = adapters is not None and is_decode(num_tokens)
     if adapters is not None and with_adapters:
@@ -78,7 +79,7 @@ def _spare_step(
             query_start=torch.tensor(starts, dtype=torch.int32, device=device),
             seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
             page_table=torch.zeros(len(lens), columns, dtype=torch.int32, device=device),
-            num_decodes=1,
+            num_decodes=decodes,
             max_query_len=max(1, chunk),
             max_seq_len=max(lens),
         ),

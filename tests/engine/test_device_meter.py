@@ -1,60 +1,104 @@
-"""The meter's arithmetic, on a device that is made up."""
+"""The books of a start, on a device that is made up."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.device_meter import DeviceMeter
+from multilora_cli.engine.decode_graphs import Captured, GraphMemory
+from multilora_cli.engine.device_meter import DeviceMeter, settled_bytes
+
+CARD = torch.device("cuda", 0)
 
 
 class Device:
-    """A card of 1000 bytes whose context takes 100."""
+    """A card of 1000 bytes; somebody else has 50 of them, and this process' context takes 100.
+
+    torch keeps what it was asked for in tens, until its cache is emptied.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated = self.reserved = self.peak = self.outside = 0
+        self.has_context = False
         replaced = {
-            "synchronize": lambda _: None,
-            "empty_cache": lambda: None,
+            "synchronize": lambda _: setattr(self, "has_context", True),
+            "empty_cache": self.empty_cache,
             "memory_allocated": lambda _: self.allocated,
             "memory_reserved": lambda _: self.reserved,
-            "max_memory_allocated": lambda _: self.peak,
-            "reset_peak_memory_stats": lambda _: setattr(self, "peak", self.allocated),
-            "mem_get_info": lambda _: (1000 - 100 - self.reserved - self.outside, 1000),
+            "max_memory_reserved": lambda _: self.peak,
+            "reset_peak_memory_stats": lambda _: setattr(self, "peak", self.reserved),
+            "mem_get_info": lambda _: (1000 - self.used, 1000),
+            "device_memory_used": lambda _: self.used,
+            "graph_pool_handle": lambda: (0, 1),
         }
         for name, function in replaced.items():
-            monkeypatch.setattr(torch.cuda, name, function)
+            monkeypatch.setattr(torch.cuda, name, function, raising=False)
+
+    @property
+    def used(self) -> int:
+        return 50 + self.reserved + (100 + self.outside if self.has_context else 0)
+
+    def empty_cache(self) -> None:
+        self.reserved = -(-self.allocated // 10) * 10
 
     def allocate(self, size: int) -> None:
         self.allocated += size
-        self.reserved = max(self.reserved, self.allocated)
-        self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, -(-self.allocated // 10) * 10)
+        self.peak = max(self.peak, self.reserved)
 
 
-def test_parts_by_the_order_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_is_counted_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
-    meter = DeviceMeter(torch.device("cuda", 0))
-    device.allocate(300)
-    meter.note("weights")
-    device.allocate(200)
-    meter.note("pool")
-    device.outside = 40  # a graph is the driver's
-    meter.note_driver("graphs")
+    meter = DeviceMeter(CARD)
+    with meter.part("weights"):
+        device.allocate(300)
+    with meter.part("pool"):
+        device.allocate(201)
     with meter.peak("workspace"):
-        device.allocate(70)
-        device.allocate(-70)
-    with meter.peak("workspace"):
-        device.allocate(50)
-        device.allocate(-50)
-    assert meter.parts == {"weights": 300, "pool": 200, "graphs": 40, "workspace": 70}
-    device.outside = 0
-    meter.note_context()
-    assert meter.parts["context"] == 100
+        device.allocate(65)
+        device.allocate(-65)
+        device.allocate(40)
+        device.allocate(-40)
+    # 510 were kept for 501, 570 at most.
+    assert meter.parts == {"weights": 300, "pool": 201, "workspace": 60}
+    device.outside = 7
+    assert meter.outside() == 107, "what others have is theirs"
+
+
+def test_a_captured_step_is_counted_by_torch_and_by_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    memory = GraphMemory(CARD)
+    captured: list[Callable[[], None]] = []
+
+    def capture(work: Callable[[], None]) -> Captured:
+        captured.append(work)
+        device.allocate(20)
+        device.outside += 3
+        return captured  # type: ignore[return-value]
+
+    monkeypatch.setattr(memory, "_capture", capture)
+    for _ in range(2):
+        device.allocate(30)  # what ran before it left a reserve that is nobody's
+        device.allocate(-30)
+        memory.record(lambda: None)
+    assert (memory.pool_bytes, memory.driver_bytes, len(captured)) == (40, 6, 2)
+    assert settled_bytes(CARD) == (40, 50 + 100 + 6)
+
+
+def test_without_nvml_what_lies_outside_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    Device(monkeypatch)
+
+    def silent(_: object) -> int:
+        raise RuntimeError("no NVML here")
+
+    monkeypatch.setattr(torch.cuda, "device_memory_used", silent)
+    assert DeviceMeter(CARD).outside() is None
 
 
 def test_a_cpu_is_not_measured() -> None:
     meter = DeviceMeter(torch.device("cpu"))
-    meter.note("weights")
-    meter.note_driver("graphs")
-    meter.note_context()
-    with meter.peak("workspace"):
+    with meter.part("weights"), meter.peak("workspace"):
         torch.zeros(10)
-    assert meter.parts == {}
+    assert meter.parts == {} and meter.outside() is None

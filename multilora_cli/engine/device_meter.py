@@ -1,0 +1,87 @@
+"""What the engine takes of a device, part by part: torch's books, and the driver's beside them.
+
+    meter = DeviceMeter(device)       # before this process has a context there
+    with meter.part("weights"):       # what stays allocated
+        ...
+    with meter.peak("workspace"):     # what is asked for in between
+        ...
+    meter.parts, meter.outside()
+
+On a CPU nothing is measured: the parts stay empty.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class DeviceMeter:
+    """Bytes of one device by part. One per start, on one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts: dict[str, int] = {}
+        self._device = device if device.type == "cuda" else None
+        self._others = _used(device)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What tensors hold after the block beyond what they held before it."""
+        before = self._read(torch.cuda.memory_allocated)
+        yield
+        self._note(name, self._read(torch.cuda.memory_allocated) - before)
+
+    @contextmanager
+    def peak(self, name: str) -> Iterator[None]:
+        """The most that torch kept within the block beyond what it cannot do without before it.
+
+        Kept, not allocated: what lies unused in its segments is missing elsewhere.
+        """
+        if self._device is None:
+            yield
+            return
+        before, _ = settled_bytes(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self._note(name, torch.cuda.max_memory_reserved(self._device) - before)
+
+    def outside(self) -> int | None:
+        """What the driver counts for this process beside torch's books: context, kernels, graphs.
+
+        By NVML's count of the whole card, from before this process came to it: wrong by what
+        others took or gave back meanwhile. None where NVML does not tell.
+        """
+        if self._device is None or self._others is None:
+            return None
+        torch.cuda.synchronize(self._device)
+        used = _used(self._device)
+        if used is None:
+            return None
+        return used - self._others - torch.cuda.memory_reserved(self._device)
+
+    def _note(self, name: str, size: int) -> None:
+        if self._device is not None:
+            self.parts[name] = self.parts.get(name, 0) + size
+
+    def _read(self, book: Callable[[torch.device], int]) -> int:
+        return 0 if self._device is None else book(self._device)
+
+
+def settled_bytes(device: torch.device) -> tuple[int, int]:
+    """What torch keeps of a CUDA device once nothing runs and no reserve is left; and what else is
+    in use there, whoever uses it."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return kept, total - free - kept
+
+
+def _used(device: torch.device) -> int | None:
+    """Bytes in use on the card, by NVML, which needs no context; None where it does not tell."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.device_memory_used(device)
+    except (RuntimeError, ModuleNotFoundError, OSError):  # no NVML, as in some containers
+        return None
