@@ -16,7 +16,12 @@ from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.decode_graphs import DecodeGraphs, GraphMemory
-from multilora_cli.engine.device_memory import Allocation, choose_device, plan_memory
+from multilora_cli.engine.device_memory import (
+    Allocation,
+    choose_device,
+    grow_segments,
+    plan_memory,
+)
 from multilora_cli.engine.device_meter import DeviceMeter
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
@@ -39,6 +44,7 @@ from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
 from multilora_cli.models.warm_up import warm_up
+from multilora_cli.sizing.budget import CONTEXT_BYTES
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
@@ -60,7 +66,9 @@ class _Assembly:
         self.report = report
         self.now = now
         self.failpoints = Failpoints(config.failpoints)
-        self.meter = DeviceMeter(choose_device(config.device))
+        device = choose_device(config.device)
+        grow_segments(device)
+        self.meter = DeviceMeter(device)
         self.allocation = plan_memory(config, geometry)
         self.max_model_len = _context(config, geometry, self.allocation)
 
@@ -160,11 +168,13 @@ class _Assembly:
                 kv_dtype,
                 lambda done, total: self.report("kernels", done, total),
             )
-            with self.meter.peak("workspace"):
+        graphs, prompt_graphs = self._captured(decoder)
+        # After the captures, which give back what torch keeps: what this leaves serves every step.
+        with self.meter.peak("workspace"):
+            if device.type == "cuda":
                 largest_step(
                     decoder, self.builder, config.max_num_batched_tokens, config.max_num_seqs
                 )
-        graphs, prompt_graphs = self._captured(decoder)
         return ModelRunner(decoder, self.builder, self.failpoints, graphs, prompt_graphs)
 
     def _captured(self, decoder: Decoder) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
@@ -198,10 +208,14 @@ class _Assembly:
             max_model_len=self.max_model_len,
             num_pages=plan.num_pages,
             page_bytes=plan.page_bytes,
-            planned=plan.parts(),
+            planned=plan.parts() | self._planned_outside(),
             allocated=self._allocated(decoder),
             notes=list(decoder.notes),
         )
+
+    def _planned_outside(self) -> dict[str, int]:
+        """What lies outside of what may be used: memory.device_fraction leaves room for it."""
+        return {"context": CONTEXT_BYTES} if self.allocation.device.type == "cuda" else {}
 
     def _allocated(self, decoder: Decoder) -> dict[str, int]:
         """Bytes by part: the owners' own count, and on a card what the meter counted."""

@@ -1,5 +1,6 @@
 """How much of the device the engine takes, and how it is cut: the numbers of sizing/budget."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _CPU_POOL_MAX = 2 * 2**30
 _CPU_SHARE = 4  # a quarter of what is free
 _CUDA_MARGIN = 512 * 2**20  # context growth and fragmentation beside what is planned
 _DRIVER = Path("/proc/driver/nvidia/version")
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -68,6 +70,17 @@ def choose_device(name: str) -> torch.device:
             hint="check the driver with nvidia-smi, or set memory.device: cpu",
         )
     return device
+
+
+def grow_segments(device: torch.device) -> None:
+    """Let torch keep what tensors take in stretches that grow, rather than in separate pieces.
+
+    Tensors of other sizes then find room in what steps left behind: without it the largest step of
+    an 8B kept 29 % more than it had in use, and weights quantised at load 10 %. An allocator that
+    the environment sets is left alone.
+    """
+    if device.type == "cuda" and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -13,6 +13,7 @@ On a CPU nothing is measured: the parts stay empty.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import pynvml
 import torch
 
 
@@ -83,5 +84,5 @@ def _used(device: torch.device) -> int | None:
         return None
     try:
         return torch.cuda.device_memory_used(device)
-    except (RuntimeError, ModuleNotFoundError, OSError):  # no NVML, as in some containers
+    except (RuntimeError, pynvml.NVMLError):  # as in some containers, and with MIG
         return None

@@ -17,9 +17,6 @@ _MAX_SLOTS = 4096
 # Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
 _BLOCKS_PER_PAGE = 16
 
-# Splits of a row's context that decode attention may run side by side.
-_DECODE_SPLITS = 32
-
 # Decode steps that are captured, in rows; a step runs as the next larger one, its spare rows idle.
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GRAPH_RANKS = (16, 64)
@@ -28,9 +25,21 @@ _GRAPH_RANKS = (16, 64)
 MAX_CHUNKS = 16
 _PROMPT_DECODES = (8, 64, 256)
 _PROMPT_TOKENS = (64, 256)
-# What the driver keeps of a captured step: its nodes, and what launching it again needs.
-GRAPH_BYTES_PER_LAYER = 64 * 1024
-GRAPH_BYTES = 2**20
+# Nodes of a captured step, counted on an H200: around the layers, and of each layer (four
+# multiplies, two norms, RoPE with the write of K and V, attention, gating; one or two more where
+# a multiply splits or quantises); its adapters (two launches for each of four multiplies), and
+# what adapters with extras add to those (one each).
+_STEP_NODES = 27
+_NODES = 10
+_LORA_NODES = 8
+_EXTRA_NODES = 4
+# What the driver keeps of a node: 2.4 to 3.2 KiB, by 8 copies of steps of 315 to 636 nodes.
+NODE_BYTES = 2900
+
+# What the driver takes of a card for the engine's process, beside all of the parts: 524 MiB for the
+# context, the rest for the code and constants of torch's, cuBLAS's and our kernels. As counted on
+# an H200 under torch 2.11 and CUDA 13, the same for bases in 16 bits, FP8 and AWQ.
+CONTEXT_BYTES = 756 * 2**20
 
 _MATRIX_FIELDS = 4  # per slot and matrix of embedding or head (multilora_kernels.matrix_table)
 
@@ -70,6 +79,7 @@ class MemoryPlan:
     page_bytes: int
     graphs: int = 0  # captured decode steps
     lists: int = 0  # work lists of the LoRA kernels, and their partial results
+    extras: int = 0  # decode steps captured when adapters with extras first need them
 
     @property
     def num_pages(self) -> int:
@@ -85,6 +95,7 @@ class MemoryPlan:
             "tables": self.tables,
             **({"graphs": self.graphs} if self.graphs else {}),
             **({"lists": self.lists} if self.lists else {}),
+            **({"extras": self.extras} if self.extras else {}),
         }
 
 
@@ -117,27 +128,19 @@ def base_bytes(
     )
 
 
-def workspace_bytes(
-    geometry: ModelGeometry,
-    itemsize: int,
-    max_tokens: int,
-    max_seqs: int,
-    max_rank: int,
-    *,
-    on_card: bool,
+def cpu_workspace_bytes(
+    geometry: ModelGeometry, itemsize: int, max_tokens: int, max_seqs: int, max_rank: int
 ) -> int:
-    """High-water mark of one step's scratch: `max_tokens` rows, `max_seqs` of them sampled.
+    """High-water mark of one step's scratch on a CPU: `max_tokens` rows, `max_seqs` sampled.
 
-    Activations of one layer. Logits are float32 and the sampler keeps four such arrays (logits,
-    sorted values, sorted indices as int64 count twice). On a card, decode attention keeps float32
-    partial results of up to 32 splits a row and head (multilora_kernels.paged_decode), and LoRA
-    intermediates lie beside the work lists (MemoryPlan.lists); on a CPU they are float32
-    [tokens, 3 x rank] of the widest launch (q, k, v).
+    One layer's hidden state, residual and normed input, then either q, k, v and the attention's
+    output, or gate, up, silu(gate) and the product. Logits are float32 and the sampler keeps four
+    such arrays. LoRA intermediates are float32 [tokens, 3 x rank] of the widest launch (q, k, v).
     """
-    rows = activation_bytes(geometry, itemsize, max_tokens, on_card=on_card)
+    attention = 2 * geometry.q_size + 2 * geometry.kv_size
+    widest = 3 * geometry.hidden_size + max(attention, 4 * geometry.intermediate_size)
     logits = 4 * max_seqs * geometry.vocab_size * 4
-    lora = 0 if on_card else max_tokens * 3 * max_rank * 4
-    return rows + logits + lora + (partial_bytes(geometry, max_seqs) if on_card else 0)
+    return max_tokens * widest * itemsize + logits + max_tokens * 3 * max_rank * 4
 
 
 def graph_rows(max_seqs: int) -> tuple[int, ...]:
@@ -180,50 +183,49 @@ def graph_rank(ranks: Sequence[int], rank: int) -> int:
     return next((size for size in ranks[1:] if size >= rank), ranks[-1])
 
 
-def graph_bytes(
-    geometry: ModelGeometry,
-    itemsize: int,
-    rows: Sequence[int],
-    max_rank: int,
-    max_context: int,
-    prompts: Sequence[PromptStep] = (),
-) -> int:
-    """Device bytes of steps captured for each number of decode `rows`, and of `prompts`.
+@dataclass(frozen=True, slots=True)
+class CapturedSteps:
+    """The steps that are captured: decode steps by rows, then those with prompts."""
 
-    The driver's copies of all graphs; the fixed tensors that they read and leave their logits in;
-    and the one pool that they share for activations and the parts of decode attention, for the
-    largest of them.
-    """
-    if not rows:
+    rows: tuple[int, ...]
+    prompts: tuple[PromptStep, ...]
+    ranks: tuple[int, ...]  # of `graph_ranks`
+
+    def in_order(self) -> list[tuple[int, int]]:
+        """(token rows, rows that decode) in the order of their capture: the largest first, each
+        once for every rank."""
+        steps = [(rows, rows) for rows in sorted(self.rows, reverse=True)]
+        prompts = sorted(self.prompts, key=lambda step: (step.num_tokens, step.decodes))
+        steps += [(step.num_tokens, step.decodes) for step in reversed(prompts)]
+        return [step for step in steps for _ in self.ranks]
+
+
+def fixed_graph_bytes(geometry: ModelGeometry, steps: CapturedSteps, max_context: int) -> int:
+    """Device bytes of the tensors that captured steps read, and of the logits that they leave."""
+    if not steps.rows:
         return 0
-    num_graphs = (len(rows) + len(prompts)) * len(graph_ranks(max_rank))
-    kept = num_graphs * (GRAPH_BYTES + geometry.num_layers * GRAPH_BYTES_PER_LAYER)
-    # Sequences that decode steps and those with prompts have room for, each in tensors of its own.
-    sequences = [max(rows), *([max(s.decodes for s in prompts) + MAX_CHUNKS] if prompts else [])]
-    tables = 2 * sum(sequences) * -(-max_context // TOKENS_PER_PAGE) * 4
-    logits = sum(sequences) * geometry.vocab_size * 4
-    tokens = max([*rows, *(step.num_tokens for step in prompts)])
-    shared = activation_bytes(geometry, itemsize, tokens) + partial_bytes(geometry, max(rows))
-    return kept + tables + logits + shared
+    # Decode steps and those with prompts have tensors of their own.
+    sequences = [max(steps.rows)]
+    if steps.prompts:
+        sequences.append(max(step.decodes for step in steps.prompts) + MAX_CHUNKS)
+    columns = -(-max_context // (16 * TOKENS_PER_PAGE)) * 16
+    return sum(sequences) * (2 * columns + geometry.vocab_size) * 4
 
 
-def partial_bytes(geometry: ModelGeometry, num_seqs: int) -> int:
-    """Float32 results of up to 32 splits a row and head that decode attention keeps on a card."""
-    return num_seqs * geometry.num_heads * _DECODE_SPLITS * (geometry.head_dim + 2) * 4
-
-
-def activation_bytes(
-    geometry: ModelGeometry, itemsize: int, num_tokens: int, *, on_card: bool = True
-) -> int:
-    """What one layer's pass over `num_tokens` rows holds at its widest.
-
-    Hidden state, residual and normed input, then either q, k, v and the attention's output, or
-    gate, up and their product; a CPU, without the kernel that fuses them, also silu(gate).
-    """
-    hidden = 3 * geometry.hidden_size
-    attention = 2 * geometry.q_size + 2 * geometry.kv_size
-    mlp = (3 if on_card else 4) * geometry.intermediate_size
-    return num_tokens * (hidden + max(attention, mlp)) * itemsize
+def driver_graph_bytes(num_layers: int, steps: CapturedSteps, *, extras: bool = False) -> int:
+    """What the driver keeps of captured steps; `extras`: of those that adapters with extras need,
+    which are decode steps with adapters captured once more."""
+    if not steps.rows:
+        return 0
+    with_adapters = len(steps.ranks) - 1
+    per_layer = _NODES + _LORA_NODES * (with_adapters > 0)
+    adapted = _STEP_NODES + num_layers * per_layer
+    if extras:
+        nodes = len(steps.rows) * with_adapters * (adapted + num_layers * _EXTRA_NODES)
+    else:
+        base = _STEP_NODES + num_layers * _NODES
+        nodes = (len(steps.rows) + len(steps.prompts)) * (base + with_adapters * adapted)
+    return nodes * NODE_BYTES
 
 
 def num_slots(num_adapters: int) -> int:

@@ -6,22 +6,27 @@ from dataclasses import dataclass
 from multilora_cli.errors import ModelError
 from multilora_cli.fleet.schema import Limits
 from multilora_cli.sizing.budget import (
+    CapturedSteps,
     MemoryPlan,
     PromptStep,
     base_bytes,
-    graph_bytes,
+    cpu_workspace_bytes,
+    driver_graph_bytes,
+    fixed_graph_bytes,
+    graph_ranks,
     graph_rows,
     max_blocks,
     plan_pool,
     prompt_steps,
     table_bytes,
-    workspace_bytes,
 )
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import Quantization
+from multilora_cli.sizing.step_memory import StepScratch
 from multilora_kernels.chip import Chip
 from multilora_kernels.list_capacity import group_shapes, list_bytes
+from multilora_kernels.lora_choice import GroupShape
 
 NOTABLE = 0.02  # a part that takes more or less than planned by this share is worth a word
 
@@ -59,6 +64,11 @@ class StepSizes:
         return graph_rows(self.max_seqs) if self.chip is not None and self.captured else ()
 
     @property
+    def captured_steps(self) -> CapturedSteps:
+        """All that is captured."""
+        return CapturedSteps(self.graph_rows, self.prompt_steps, graph_ranks(self.max_rank))
+
+    @property
     def prompt_steps(self) -> tuple[PromptStep, ...]:
         """Steps with prompts that are captured."""
         return prompt_steps(self.max_seqs) if self.graph_rows and self.captured_prompts else ()
@@ -86,26 +96,15 @@ def cut_device(
     `itemsizes` are those of the compute dtype and of K and V.
     """
     itemsize, kv_itemsize = itemsizes
-    fixed = {
-        "weights": base_bytes(geometry, itemsize, quantization).total,
-        "workspace": workspace_bytes(
-            geometry,
-            itemsize,
-            step.max_tokens,
-            step.max_seqs,
-            step.max_rank,
-            on_card=step.chip is not None,
-        ),
-        "graphs": graph_bytes(
-            geometry,
-            itemsize,
-            step.graph_rows,
-            step.max_rank,
-            step.max_context,
-            step.prompt_steps,
-        ),
-        "lists": _list_bytes(geometry, itemsize, kv_page_bytes(geometry, kv_itemsize), step),
-    }
+    fixed = {"weights": base_bytes(geometry, itemsize, quantization).total}
+    if step.chip is None:
+        fixed["workspace"] = cpu_workspace_bytes(
+            geometry, itemsize, step.max_tokens, step.max_seqs, step.max_rank
+        )
+    else:
+        scratch = StepScratch(geometry, itemsize, quantization, step.chip)
+        page = kv_page_bytes(geometry, kv_itemsize)
+        fixed |= _on_card(scratch, step, group_shapes(geometry.module_shapes, page, itemsize))
     # The table depends on the pool it serves; without a given one it is counted for all that is
     # available, which is more.
     size = pool if pool is not None else available
@@ -119,12 +118,20 @@ def cut_device(
     return DeviceCut(plan, blocks)
 
 
-def _list_bytes(geometry: ModelGeometry, itemsize: int, page: int, step: StepSizes) -> int:
-    """The kernels' work lists and their scratch; the CPU path has none."""
-    if step.chip is None:
-        return 0
-    shapes = group_shapes(geometry.module_shapes, page, itemsize)
-    return list_bytes(shapes, step.max_tokens, step.max_rank, step.chip)
+def _on_card(
+    scratch: StepScratch, step: StepSizes, shapes: Mapping[str, GroupShape]
+) -> dict[str, int]:
+    """The parts that only a card has, beside its workspace."""
+    assert step.chip is not None
+    geometry, steps = scratch.geometry, step.captured_steps
+    captured = scratch.captured(steps.in_order()) if steps.rows else 0
+    graphs = fixed_graph_bytes(geometry, steps, step.max_context) + captured
+    return {
+        "workspace": scratch.eager(step.max_tokens, step.max_seqs),
+        "graphs": graphs + driver_graph_bytes(geometry.num_layers, steps),
+        "lists": list_bytes(shapes, step.max_tokens, step.max_rank, step.chip),
+        "extras": driver_graph_bytes(geometry.num_layers, steps, extras=True),
+    }
 
 
 def check_context(asked: int | None, geometry: ModelGeometry) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 STORAGES = ("none", "fp8", "awq")
 GIB = 2**30
-LIMIT_S = 60  # of one start: kernels that nobody compiled yet take half of it
+LIMIT_S = 80  # of one start: kernels that nobody compiled yet take half of it
 
 
 def probe(tmp_path: Path, **asked: Any) -> dict[str, Any]:
@@ -20,11 +20,10 @@ def probe(tmp_path: Path, **asked: Any) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.e2e.plan_probe", json.dumps(asked)]
     root = Path(__file__).parents[2]
     lines = Path(os.environ.get("MLORA_TEST_OUTPUT", tmp_path)) / "plan.jsonl"
-    with lines.open("a") as file:
-        done = subprocess.run(
-            command, stdout=file, stderr=subprocess.PIPE, text=True, cwd=root, timeout=LIMIT_S
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
+    errors = lines.with_suffix(".err")
+    with lines.open("a") as out, errors.open("a") as err:
+        done = subprocess.run(command, stdout=out, stderr=err, cwd=root, timeout=LIMIT_S)
+    assert done.returncode == 0, errors.read_text()[-4000:]
     found: dict[str, Any] = json.loads(lines.read_text().splitlines()[-1])
     return found
 
@@ -37,14 +36,14 @@ def report(found: dict[str, Any]) -> str:
         f" {found['allocated'].get(part, 0):,}"
         for part in parts
     ]
-    return "\n".join([*rows, f"peaks: {found['peaks']}", f"books: {found['books']}"])
+    return "\n".join([*rows, f"kept: {found['kept']:,}", f"books: {found['books']}"])
 
 
 def check(found: dict[str, Any]) -> None:
     """Every part within 2 %, and all of it within the limit."""
     assert found["deviations"] == {}, report(found)
-    reserved = max(peak["reserved_in_all"] for peak in found["peaks"].values())
-    assert reserved <= found["limit"], report(found)
+    graphs = found["books"]["outside"] - found["allocated"]["context"]
+    assert found["kept"] + graphs <= found["limit"], report(found)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -63,9 +62,7 @@ def test_on_a_cpu(storage: str, tmp_path: Path) -> None:
 def test_an_8b_in_16_bits(tmp_path: Path) -> None:
     """The limits of the default fleet file, and steps with prompts captured too."""
     config = {"device_bytes": 40 * GIB, "capture_prompts": True}
-    found = probe(
-        tmp_path, storage="none", model="llama-3-8b", device="cuda:0", watch=True, config=config
-    )
+    found = probe(tmp_path, storage="none", model="llama-3-8b", device="cuda:0", config=config)
     check(found)
 
 
@@ -74,9 +71,6 @@ def test_an_8b_in_16_bits(tmp_path: Path) -> None:
 def test_the_plan_of_an_rtx_4090_run_for_real(storage: str, tmp_path: Path) -> None:
     """22 GiB, 64 sequences: all that the engine takes of a card of 24 GB with a 4-bit or FP8 8B."""
     limits = {"device_bytes": 22 * GIB, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
-    found = probe(
-        tmp_path, storage=storage, model="llama-3-8b", device="cuda:0", watch=True, config=limits
-    )
+    found = probe(tmp_path, storage=storage, model="llama-3-8b", device="cuda:0", config=limits)
     check(found)
-    reserved = max(peak["reserved_in_all"] for peak in found["peaks"].values())
-    assert reserved + found["books"]["outside"] <= 24564 * 2**20, report(found)
+    assert found["kept"] + found["books"]["outside"] <= 24564 * 2**20, report(found)

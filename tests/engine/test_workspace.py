@@ -3,7 +3,7 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from multilora_cli.sizing.budget import workspace_bytes
+from multilora_cli.sizing.budget import cpu_workspace_bytes
 from multilora_cli.sizing.geometry import read_geometry
 from tests.engine.conftest import TinyFleet
 from tests.engine.engine_kit import Rig
@@ -35,5 +35,5 @@ def test_the_largest_step_stays_within_its_plan(tiny: TinyFleet) -> None:
         rig.submit([i + 1] * (TOKENS // SEQS), tiny.adapters[i % 3], max_tokens=2)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as work:
         rig.step()
-    planned = workspace_bytes(geometry, 4, TOKENS, SEQS, RANK, on_card=False)
+    planned = cpu_workspace_bytes(geometry, 4, TOKENS, SEQS, RANK)
     assert 0.5 * planned < high_water(work) <= planned

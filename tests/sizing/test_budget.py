@@ -4,15 +4,18 @@ import pytest
 
 from multilora_cli.errors import BadInput, Refused
 from multilora_cli.sizing.budget import (
-    activation_bytes,
+    MAX_CHUNKS,
+    NODE_BYTES,
+    CapturedSteps,
     base_bytes,
-    graph_bytes,
+    cpu_workspace_bytes,
+    driver_graph_bytes,
+    fixed_graph_bytes,
     graph_ranks,
     graph_rows,
-    partial_bytes,
     plan_pool,
+    prompt_steps,
     table_bytes,
-    workspace_bytes,
 )
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
 from multilora_cli.sizing.pages import (
@@ -120,7 +123,7 @@ def test_pages_for_tokens(tokens: int, pages: int) -> None:
 
 def test_pool_is_what_the_rest_leaves() -> None:
     weights = base_bytes(LLAMA3_8B, 2).total
-    workspace = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
+    workspace = cpu_workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512)
     tables = table_bytes(LLAMA3_8B, 65, 64 * 448)
     parts = {"weights": weights, "workspace": workspace, "tables": tables}
     plan = plan_pool(LLAMA3_8B, 80 * 2**30, 2, parts)
@@ -137,17 +140,6 @@ def test_a_base_that_does_not_fit_says_by_how_much() -> None:
         plan_pool(LLAMA3_8B, 14 * 2**30, 2, {"weights": weights, "workspace": 0, "tables": 0})
 
 
-def test_attention_partials_are_counted_on_a_card() -> None:
-    """136 MB at 256 rows, 32 heads of 128: what paged_decode.decode_workspace_bytes says."""
-    from multilora_kernels.paged_decode import decode_workspace_bytes
-
-    workspace = workspace_bytes(LLAMA3_8B, 2, 8192, 256, 512, on_card=True)
-    parts = decode_workspace_bytes(256, 32, 128)
-    assert parts == partial_bytes(LLAMA3_8B, 256) == 136_314_880
-    rows = activation_bytes(LLAMA3_8B, 2, 8192)
-    assert workspace == rows + parts + 4 * 256 * 128256 * 4
-
-
 @pytest.mark.parametrize(
     ("max_seqs", "last", "count"),
     [(1, 1, 1), (5, 8, 4), (64, 64, 9), (256, 256, 13), (4096, 512, 15)],
@@ -157,28 +149,30 @@ def test_captured_steps_cover_what_may_run(max_seqs: int, last: int, count: int)
     assert rows[-1] == last and len(rows) == count and list(rows) == sorted(set(rows))
 
 
-def test_graphs_cost_by_their_number_and_share_one_pool() -> None:
-    def cost(*rows: int, max_rank: int = 64) -> int:
-        return graph_bytes(LLAMA3_8B, 2, rows, max_rank, 8192)
+def test_graphs_cost_by_their_number_and_hold_tensors_for_the_largest() -> None:
+    def steps(*rows: int, max_rank: int = 64, prompts: bool = False) -> CapturedSteps:
+        captured = prompt_steps(max(rows)) if prompts else ()
+        return CapturedSteps(rows, captured, graph_ranks(max_rank))
 
-    assert cost() == 0
     assert [graph_ranks(rank) for rank in (1, 16, 17, 512)] == [
         (0, 16),
         (0, 16),
         *[(0, 16, 64)] * 2,
     ]
-    one = cost(64)
-    kept = cost(32, 64) - one  # of one number of rows: the base, and ranks 16 and 64
-    assert cost(16, 32, 64) == one + 2 * kept
-    assert cost(32, 64, max_rank=8) == cost(32, 64) - 2 * kept // 3, "one rank less"
-    page_tables, logits = 2 * 64 * 512 * 4, 64 * LLAMA3_8B.vocab_size * 4
-    partials = 64 * 32 * 32 * 130 * 4
-    shared = activation_bytes(LLAMA3_8B, 2, 64) + partials
-    assert one == kept + page_tables + logits + shared
-    parts = {"weights": 2**30, "workspace": 0, "tables": 0, "graphs": one}
-    plan = plan_pool(LLAMA3_8B, 40 * 2**30, 2, parts)
-    assert plan.parts()["graphs"] == one
-    assert 0 <= 40 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
+    one, two = (driver_graph_bytes(32, steps(*rows)) for rows in ((64,), (32, 64)))
+    assert two == 2 * one
+    # By their nodes, as an H200 counted them: 343 to 375 without adapters, 599 to 631 with them.
+    assert one == pytest.approx((347 + 2 * 603) * NODE_BYTES, rel=0.01)
+    assert driver_graph_bytes(32, steps(64, max_rank=8)) == (347 + 603) * NODE_BYTES
+    extras = driver_graph_bytes(32, steps(64), extras=True)
+    assert extras == 2 * (603 + 4 * 32) * NODE_BYTES
+    fixed = fixed_graph_bytes(LLAMA3_8B, steps(32, 64), 8192)
+    assert fixed == 64 * (2 * 512 + LLAMA3_8B.vocab_size) * 4
+    with_prompts = fixed_graph_bytes(LLAMA3_8B, steps(32, 64, prompts=True), 8192)
+    assert with_prompts == fixed * (64 + 64 + MAX_CHUNKS) // 64
+    assert steps(32, 64).in_order() == [(64, 64)] * 3 + [(32, 32)] * 3
+    nothing = CapturedSteps((), (), (0,))
+    assert driver_graph_bytes(32, nothing) == fixed_graph_bytes(LLAMA3_8B, nothing, 8192) == 0
 
 
 def test_whole_matrices_vectors_and_factors_of_the_edges_are_counted() -> None:

@@ -20,7 +20,8 @@ def cut(step: StepSizes = STEP, quantization: Quantization = NONE, **size: int) 
 
 def test_all_parts_are_within_what_is_available() -> None:
     plan = cut(available=80 * 2**30).plan
-    assert set(plan.parts()) == {"weights", "pool", "workspace", "tables", "graphs", "lists"}
+    parts = {"weights", "pool", "workspace", "tables", "graphs", "lists", "extras"}
+    assert set(plan.parts()) == parts
     assert 0 <= 80 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
 
 

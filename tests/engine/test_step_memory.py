@@ -1,0 +1,85 @@
+"""What a step is planned to keep on a card is what the decoder's own tensors make torch keep."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from multilora_cli.bench.geometries import config_folder
+from multilora_cli.engine.decode_graphs import DecodeGraphs
+from multilora_cli.engine.largest_step import largest_step
+from multilora_cli.engine.prompt_graphs import PromptGraphs
+from multilora_cli.sizing.allocator import Allocator
+from multilora_cli.sizing.budget import CapturedSteps, graph_ranks, graph_rows, prompt_steps
+from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_cli.sizing.quantization import AWQ, FP8, NONE
+from multilora_cli.sizing.step_memory import StepScratch, cublas_bytes
+from multilora_kernels.launch import H200, RTX_4090, Chip
+from tests.engine.fake_card import Trace, fake_card, fake_engine
+
+STORAGES = {"none": NONE, "fp8": FP8, "awq": AWQ}
+CLOSE = 0.02
+PAGES = 4 * 2**20  # of small tensors, which are not all planned
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelGeometry:
+    scratch: Path = tmp_path_factory.mktemp("llama")
+    return read_geometry(config_folder("llama-3-8b", "none", scratch))
+
+
+@pytest.mark.parametrize("chip", [H200, RTX_4090], ids=lambda chip: chip.key)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("max_seqs", "max_tokens"), [(64, 4096), (256, 8192), (256, 512)])
+def test_the_largest_step(
+    llama: ModelGeometry, storage: str, chip: Chip, max_seqs: int, max_tokens: int
+) -> None:
+    scratch = StepScratch(llama, 2, STORAGES[storage], chip)
+    with fake_card(chip):
+        decoder, builder = fake_engine(llama, storage, max_tokens, max_seqs)
+        with Trace(cublas_bytes(chip)) as trace:
+            largest_step(decoder, builder, max_tokens, max_seqs)
+    assert scratch.eager(max_tokens, max_seqs) == pytest.approx(trace.memory.kept, CLOSE, PAGES)
+
+
+@pytest.mark.parametrize("chip", [H200, RTX_4090], ids=lambda chip: chip.key)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("max_seqs", [64, 256])
+def test_captured_steps(llama: ModelGeometry, storage: str, chip: Chip, max_seqs: int) -> None:
+    """Decode steps first, then those with prompts, in one pool."""
+    rows, prompts = graph_rows(max_seqs), prompt_steps(max_seqs)
+    steps = CapturedSteps(rows, prompts, graph_ranks(16))
+    with fake_card(chip):
+        decoder, builder = fake_engine(llama, storage, 8192, max_seqs)
+        segments, table = builder.segments, builder.table
+        decodes = DecodeGraphs(decoder, builder, rows, 8192, 16)
+        chunks = PromptGraphs(decoder, builder, prompts, 8192, 16)
+        with Trace(cublas_bytes(chip)) as trace:
+            for count in reversed(rows):
+                segments.build(np.zeros(count, dtype=np.int32))
+                decodes._run(count, with_adapters=False)
+                segments.prepare_capture(table, count, 16)
+                decodes._run(count, with_adapters=True)
+            kept = trace.memory.kept
+            for step in reversed(chunks._steps):
+                segments.prepare_capture(table, step.num_tokens, 16)
+                chunks._run(step, with_adapters=True)
+    scratch = StepScratch(llama, 2, STORAGES[storage], chip)
+    in_order = steps.in_order()
+    assert scratch.captured(in_order[: 2 * len(rows)]) == pytest.approx(kept, CLOSE, PAGES)
+    assert scratch.captured(in_order) == pytest.approx(trace.memory.kept, CLOSE, PAGES)
+
+
+def test_the_allocator_joins_what_is_free_and_grows_only_where_nothing_fits() -> None:
+    memory, mib = Allocator(), 2**20
+    first, second, third = memory.take(30 * mib), memory.take(8 * mib), memory.take(20 * mib)
+    assert memory.kept == 60 * mib, "three pages of 20 MiB"
+    memory.give(first)
+    memory.give(second)
+    assert memory.take(38 * mib) is not None and memory.kept == 60 * mib
+    memory.give(third)  # 2 MiB were left behind it: 22 of 30 are there
+    assert memory.take(30 * mib) is not None and memory.kept == 80 * mib
+    small = [memory.take(mib) for _ in range(3)]
+    assert memory.kept == 84 * mib
+    memory.give(*small)
+    assert memory.take(0) is None
