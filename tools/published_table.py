@@ -41,8 +41,8 @@ def punica(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]
         if row["preset"] == "punica"
     }
     lines = [
-        "| base | popularity | tok/s | of bound | ITL p50 | Punica | vLLM, no LoRA | PEFT |",
-        "|---" * 8 + "|",
+        "| base | popularity | measured | tok/s | of bound | ITL p50 | Punica | vLLM, no LoRA | PEFT |",
+        "|---" * 9 + "|",
     ]
     for base, title in BASES.items():
         for load in POPULARITIES:
@@ -51,7 +51,8 @@ def punica(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]
                 continue
             theirs = published["rows"].get(load, {})
             tokens = row["input_tokens_per_s"] + row["output_tokens_per_s"]
-            cells = [title, load, f"{tokens:,.0f}", share(row), milliseconds(row["itl"], "p50")]
+            cells = [title, load, measured(row), f"{tokens:,.0f}", share(row)]
+            cells += [milliseconds(row["itl"], "p50")]
             cells += [f"{theirs[name]:,}" if name in theirs else NOTHING for name in
                       ("Punica", "vLLM", "PEFT")]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
@@ -66,9 +67,9 @@ def slora(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]:
         if row["preset"] == "s-lora-table3"
     }
     lines = [
-        "| adapters | arrivals | n | asked | tok/s | req/s | of bound | TTFT mean | within 6 s |"
+        "| adapters | arrivals | n | asked | measured | tok/s | req/s | of bound | TTFT mean | within 6 s |"
         " loads | S-LoRA: req/s | TTFT | within 6 s |",
-        "|---" * 13 + "|",
+        "|---" * 14 + "|",
     ]
     for setting, rate, load in sorted(found, key=order):
         row = found[setting, rate, load]
@@ -78,6 +79,7 @@ def slora(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]:
             "at once" if rate == "inf" else f"{float(rate or 10.0):g}/s",
             load.removeprefix("n="),
             str(row["adapters"]),
+            measured(row),
             f"{row['output_tokens_per_s']:,.0f}",
             f"{requests_per_s(row):.2f}",
             share(row),
@@ -105,6 +107,12 @@ def requests_per_s(row: Record) -> float:
     if row["cut"]:
         return float(row["output_tokens_per_s"]) / float(row["mean_output"])
     return float(row["requests_per_s"])
+
+
+def measured(row: Record) -> str:
+    """How much of a load was run: to its end, or until it was ended."""
+    cut = f", {row['cut']} cut" if row["cut"] else ""
+    return f"{row['requests']} requests in {row['duration_s']:.3g} s{cut}"
 
 
 def share(row: Record) -> str:
