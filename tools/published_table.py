@@ -41,7 +41,8 @@ def punica(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]
         if row["preset"] == "punica"
     }
     lines = [
-        "| base | popularity | measured | tok/s | of bound | ITL p50 | Punica | vLLM, no LoRA | PEFT |",
+        "| base | popularity | measured | tok/s | of bound | ITL p50"
+        " | Punica | vLLM, no LoRA | PEFT |",
         "|---" * 9 + "|",
     ]
     for base, title in BASES.items():
@@ -67,8 +68,8 @@ def slora(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]:
         if row["preset"] == "s-lora-table3"
     }
     lines = [
-        "| adapters | arrivals | n | asked | measured | tok/s | req/s | of bound | TTFT mean | within 6 s |"
-        " loads | S-LoRA: req/s | TTFT | within 6 s |",
+        "| adapters | arrivals | n | asked | measured | tok/s | req/s | of bound | TTFT mean"
+        " | within 6 s | loads | S-LoRA: req/s | TTFT | within 6 s |",
         "|---" * 14 + "|",
     ]
     for setting, rate, load in sorted(found, key=order):
