@@ -19,16 +19,23 @@ from multilora_cli.bench.tables import (
 from multilora_cli.errors import BadInput
 
 _STYLE = """
+:root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --line: #ddd; --code: #f4f4f4; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e4e4e4; --page: #16181b; --line: #3a3d41; --code: #24272b; }
+}
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
-       color: #1a1a1a; background: #fff; }
+       color: var(--text); background: var(--page); }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: right;
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right;
          white-space: nowrap; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, td.word { text-align: left; }
-figure { margin: 1rem 0; } svg { width: 100%; max-width: 60rem; height: auto; }
-code, pre { background: #f4f4f4; padding: .1rem .3rem; white-space: pre-wrap; }
+.plots { display: grid; gap: 1.5rem;
+         grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr)); }
+figure { margin: 0; } svg { display: block; width: 100%; height: auto; }
+code, pre { background: var(--code); padding: .1rem .3rem; white-space: pre-wrap;
+            overflow-wrap: anywhere; }
 dt { font-weight: 600; } dd { margin: 0 0 .3rem 0; }
 """
 _MAX_ROWS = 500  # a fleet of thousands belongs into the JSON
@@ -79,9 +86,8 @@ def _figures(report: Mapping[str, Any]) -> list[str]:
         "ttft-by-rank": rank_plot(report),
         **{f"timeline-{index}": timeline_plot(arm) for index, arm in enumerate(report["arms"])},
     }
-    return ["<h2>Plots</h2>"] + [
-        f'<figure id="{name}">{plot}</figure>' for name, plot in plots.items() if plot
-    ]
+    figures = [f'<figure id="{name}">{plot}</figure>' for name, plot in plots.items() if plot]
+    return ["<h2>Plots</h2>", '<div class="plots">', *figures, "</div>"]
 
 
 def throughput_plot(report: Mapping[str, Any]) -> str:
@@ -114,9 +120,9 @@ def rank_plot(report: Mapping[str, Any]) -> str:
     for arm in report["arms"]:
         for group in arm["measures"]["per_rank"]:
             if group["ttft"] is not None:
-                rank = f"rank {group['name']}"
+                rank = group["name"]
                 groups.setdefault(rank, {})[_name(arm)] = 1000 * group["ttft"]["mean"]
-    ordered = dict(sorted(groups.items(), key=lambda item: int(item[0].split()[1])))
+    ordered = dict(sorted(groups.items(), key=lambda item: int(item[0])))
     if not ordered:
         return ""
     names = [_name(arm) for arm in report["arms"]]

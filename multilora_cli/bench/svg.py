@@ -1,6 +1,8 @@
 """Plots as SVG text, by hand: a report page needs nothing but itself.
 
-Colours are those of Okabe and Ito, told apart by readers who do not see red and green as two.
+Colours are those of Okabe and Ito, told apart by readers who do not see red and green as two. What
+is black on white takes the page's own colour, so that a dark page has it light. A plot is narrow
+and its legend is below it, so that a phone shows its words in a size that can be read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,9 +10,20 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log10
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#000000")
-_WIDTH, _HEIGHT = 720, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 34, 46
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#888888",
+    "currentColor",
+)
+_WIDTH, _HEIGHT = 480, 280  # without the legend
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 46
+_LETTER = 7.3  # pixels of one at most, on average
+_LINE = 19
 
 
 @dataclass(frozen=True)
@@ -34,16 +47,33 @@ class Axis:
     def ticks(self) -> list[float]:
         """Round values inside the scale."""
         if self.log:
-            powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-            found = [m * 10.0**p for p in powers for m in (1, 2, 5)]
-            return [tick for tick in found if self.low <= tick <= self.high]
-        span = self.high - self.low
-        if span <= 0:
+            return (
+                self._powers((1, 2, 5)) if self.high > 4 * self.low else self._powers(range(1, 10))
+            )
+        if self.high <= self.low:
             return [self.low]
-        step = 10 ** floor(log10(span / 4))
-        step = next((m * step for m in (1, 2, 5, 10) if span / (m * step) <= 6), 10 * step)
+        step = _step(self.high - self.low)
         first = ceil(self.low / step)
-        return [step * i for i in range(first, floor(self.high / step) + 1)]
+        return [step * i for i in range(first, floor(self.high / step + 1e-9) + 1)]
+
+    def _powers(self, factors: Sequence[int]) -> list[float]:
+        """`factors` of all powers of ten inside the scale."""
+        powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
+        found = [m * 10.0**p for p in powers for m in factors]
+        return [tick for tick in found if self.low <= tick <= self.high]
+
+
+def _step(span: float) -> float:
+    """A round number that is in `span` six times at most."""
+    step = 10.0 ** floor(log10(span / 4))
+    return float(next((m * step for m in (1, 2, 5, 10) if span / (m * step) <= 6), 10 * step))
+
+
+def _height(top: float) -> Axis:
+    """From 0 to a round number above `top`."""
+    top = top or 1.0
+    step = _step(top)
+    return Axis(0.0, ceil(top / step - 1e-9) * step, _HEIGHT - _BOTTOM, _TOP)
 
 
 def lines(
@@ -57,26 +87,24 @@ def lines(
     """Lines over x; `marks` are dashed verticals, such as loads on a timeline."""
     points = [point for line in series.values() for point in line]
     xs = [x for x, _ in points if isfinite(x) and (x > 0 or not log_x)] or [1.0]
-    top = max((y for _, y in points), default=1.0) or 1.0
     low = min(xs) if log_x else 0.0
     high = max(max(xs), low * 1.1 if log_x else 1e-9)
     x = Axis(low, high, _LEFT, _WIDTH - _RIGHT, log_x)
-    y = Axis(0.0, top, _HEIGHT - _BOTTOM, _TOP)
-    parts = [*_frame(x, y, labels)]
-    for index, (name, line) in enumerate(series.items()):
+    y = _height(max((y for _, y in points), default=1.0))
+    parts, legend = [*_frame(x, y, labels)], [(name, index) for index, name in enumerate(series)]
+    for index, line in enumerate(series.values()):
         path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in line if a > 0 or not log_x)
         parts.append(
             f'<polyline fill="none" stroke="{_colour(index)}" stroke-width="1.8" points="{path}"/>'
         )
-        parts.append(_legend(index, name, index))
     for index, (name, times) in enumerate((marks or {}).items(), len(series)):
         parts += [
             f'<line x1="{x.at(t):.1f}" x2="{x.at(t):.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"'
-            f' stroke="{_colour(index)}" stroke-width="1" stroke-dasharray="3 3"/>'
+            f' stroke="{_colour(index)}" stroke-width="1.5" stroke-dasharray="4 3"/>'
             for t in times
         ]
-        parts.append(_legend(index, name, index))
-    return _document(title, parts)
+        legend.append((name, index))
+    return _document(title, parts, legend)
 
 
 def bars(
@@ -97,12 +125,13 @@ def bars(
     whiskers = spreads or {}
     tops = [value for group in groups.values() for value in group.values()]
     tops += [high for _, high in whiskers.values()]
-    y = Axis(0.0, max(tops, default=1.0) or 1.0, _HEIGHT - _BOTTOM, _TOP)
+    y = _height(max(tops, default=1.0))
     x = Axis(0.0, float(max(len(groups), 1)), _LEFT, _WIDTH - _RIGHT)
     parts = [*_frame(None, y, labels)]
-    width = (x.at(1) - x.at(0)) * 0.8 / max(len(names), 1)
+    room = x.at(1) - x.at(0)
+    width = room * 0.8 / max(len(names), 1)
     for place, (group, values) in enumerate(groups.items()):
-        start = x.at(place) + (x.at(1) - x.at(0)) * 0.1
+        start = x.at(place) + room * 0.1
         for name, value in values.items():
             index = names.index(name)
             left, top = start + index * width, y.at(value)
@@ -114,16 +143,16 @@ def bars(
             if (group, name) in whiskers:
                 parts.append(_whisker(left + width / 2 - 1, y, whiskers[(group, name)]))
         middle = (x.at(place) + x.at(place + 1)) / 2
-        parts.append(_text(middle, _HEIGHT - _BOTTOM + 16, _short(group), "middle"))
-    parts += [_legend(index, name, colours[name]) for index, name in enumerate(names)]
-    return _document(title, parts)
+        text = _short(group, max(int(room / _LETTER), 3))
+        parts.append(_text(middle, _HEIGHT - _BOTTOM + 16, text, "middle"))
+    return _document(title, parts, [(name, colours[name]) for name in names])
 
 
 def _whisker(middle: float, y: Axis, limits: tuple[float, float]) -> str:
-    return (
-        f'<line x1="{middle:.1f}" x2="{middle:.1f}" y1="{y.at(limits[0]):.1f}"'
-        f' y2="{y.at(limits[1]):.1f}" stroke="#222" stroke-width="1.5"/>'
-    )
+    low, high = (y.at(limit) for limit in limits)
+    path = f"M{middle:.1f},{low:.1f} V{high:.1f}"
+    path += "".join(f" M{middle - 4:.1f},{end:.1f} h8" for end in (low, high))
+    return f'<path d="{path}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
 
 
 def _frame(x: Axis | None, y: Axis, labels: tuple[str, str]) -> list[str]:
@@ -132,7 +161,7 @@ def _frame(x: Axis | None, y: Axis, labels: tuple[str, str]) -> list[str]:
     for tick in y.ticks():
         parts.append(
             f'<line x1="{_LEFT}" x2="{right}" y1="{y.at(tick):.1f}" y2="{y.at(tick):.1f}"'
-            ' stroke="#ddd"/>'
+            ' stroke="currentColor" stroke-opacity=".15"/>'
         )
         parts.append(_text(_LEFT - 6, y.at(tick) + 4, f"{tick:g}", "end"))
     for tick in x.ticks() if x is not None else ():
@@ -151,18 +180,31 @@ def _frame(x: Axis | None, y: Axis, labels: tuple[str, str]) -> list[str]:
     return parts
 
 
-def _legend(index: int, name: str, colour: int) -> str:
-    top, left = _TOP + 4 + 18 * index, _WIDTH - _RIGHT + 14
-    box = f'<rect x="{left}" y="{top}" width="12" height="12" fill="{_colour(colour)}"/>'
-    return box + _text(left + 18, top + 10, _short(name, 24), "start")
+def _legend(entries: Sequence[tuple[str, int]]) -> tuple[list[str], int]:
+    """Names with their colours in lines below the plot, and how many lines these are."""
+    parts, left, line = [], float(_LEFT), 0
+    for name, colour in entries:
+        text = _short(name, 40)
+        width = 18 + _LETTER * len(text) + 14
+        if left > _LEFT and left + width > _WIDTH:
+            left, line = float(_LEFT), line + 1
+        top = _HEIGHT + _LINE * line
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top}" width="12" height="12" fill="{_colour(colour)}"/>'
+        )
+        parts.append(_text(left + 18, top + 10, text, "start"))
+        left += width
+    return parts, line + 1
 
 
-def _document(title: str, parts: Sequence[str]) -> str:
+def _document(title: str, parts: Sequence[str], legend: Sequence[tuple[str, int]]) -> str:
     heading = f'<text x="{_LEFT}" y="18" font-weight="bold">{escape(title)}</text>'
+    names, num_lines = _legend(legend)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"'
-        f' aria-label="{escape(title, quote=True)}" font-family="system-ui, sans-serif"'
-        f' font-size="12">{heading}{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH}'
+        f' {_HEIGHT + _LINE * num_lines}" role="img" aria-label="{escape(title, quote=True)}"'
+        ' font-family="system-ui, sans-serif" font-size="13" fill="currentColor">'
+        f"{heading}{''.join(parts)}{''.join(names)}</svg>"
     )
 
 
@@ -170,7 +212,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _short(text: str, most: int = 16) -> str:
+def _short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from multilora_cli.bench.arms import Room, Workload, make_program
 from multilora_cli.bench.campaign import Settings, Side, run_program
-from multilora_cli.bench.churn import Mark
 from multilora_cli.bench.environment import command_line, commit, environment
 from multilora_cli.bench.loopback import Loopback, Script
-from multilora_cli.bench.measure import Slo, measure
+from multilora_cli.bench.measure import measure
 from multilora_cli.bench.page import render_page, write_page
 from multilora_cli.bench.report import (
     SCHEMA,
@@ -30,39 +29,12 @@ from multilora_cli.bench.svg import Axis, bars, lines
 from multilora_cli.bench.tables import compare_table, error_table, main_table, narrow_tables
 from multilora_cli.bench.target import Target
 from multilora_cli.errors import BadInput
-
-MODELS = ("base", "a", "b<script>", "c", "d")
+from tests.bench.reports import made_report
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """A report of two rounds of five loads, with ranks, errors and marks."""
-
-    async def go() -> dict[str, Any]:
-        async with Loopback(Script(models=MODELS)) as server, Target(server.url) as target:
-            fleet = await target.fleet()
-            program = make_program(
-                "heterogeneous", Workload(requests=8, lengths="8:4", rounds=2), Room(4)
-            )
-            slo = Slo(ttft_s=5.0)
-            settings = Settings(slo=slo, ranks={"a": 8, "b<script>": 8, "c": 64, "d": 128})
-            side = Side("", target, fleet, fleet.adapters)
-            passes, notes = await run_program([side], program, settings)
-        marked = [
-            p if p.arm != "distinct" else type(p)(
-                p.side, p.arm, p.round, p.result, p.measures, p.known,
-                (Mark("replace", "a", 0.001, 0.1), Mark("unload", "c", 0.002, 0.1)),
-            )
-            for p in passes
-        ]  # fmt: skip
-        facts = {
-            "command": "mlora bench <fleet>", "commit": None, "seed": 3, "rounds": 2,
-            "preset": "heterogeneous", "machine": environment(), "settings": {"rate": None},
-            "servers": [{"label": "", "url": "http://h", "base": "base", "adapters": 4}],
-        }  # fmt: skip
-        return build_report(marked, facts, notes, slo)
-
-    return asyncio.run(go())
+    return made_report()
 
 
 def test_the_value_is_versioned_json_and_round_trips(report, tmp_path: Path) -> None:
