@@ -12,7 +12,7 @@ from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.survey import Surveyor
 from multilora_cli.adapters.text_files import text_files
 from multilora_cli.errors import AdapterError
-from multilora_cli.fleet.schema import is_adapter_name
+from multilora_cli.fleet.schema import is_adapter_name, is_template_file
 from multilora_cli.sizing.geometry import ModelGeometry
 
 Pin = Literal["hot", "warm"]
@@ -35,7 +35,7 @@ class AdapterRequest:
     ttl: float | None = None  # seconds; back to cold, unpinned, when unused that long
     via: Via = "fleet"
     tokenizer: Owner | None = None  # whose files make tokens and text; None: the base's
-    chat_template: Owner | None = None  # None: whose the tokenizer is
+    chat_template: str | None = None  # base, adapter or a file; None: whose the tokenizer is
 
     @property
     def uses_own_tokenizer(self) -> bool:
@@ -48,8 +48,18 @@ class AdapterRequest:
         return (self.chat_template or self.tokenizer) == "adapter"
 
     @property
+    def template_file(self) -> str | None:
+        """The operator's file with its template, absolute."""
+        return self.chat_template if is_template_file(self.chat_template) else None
+
+    @property
+    def has_own_text(self) -> bool:
+        """Whether its text is made by other files than the base's alone."""
+        return bool(self.text_files) or self.template_file is not None
+
+    @property
     def text_files(self) -> tuple[str, ...]:
-        """Files of its own that make its text; none where it uses the base's."""
+        """Files of its own folder that make its text; none where it uses the base's."""
         return text_files(tokenizer=self.uses_own_tokenizer, template=self.uses_own_template)
 
     def fingerprint(self) -> str:
@@ -57,6 +67,8 @@ class AdapterRequest:
         fields: list[object] = [self.source, self.pin, self.priority, self.digest, self.ttl]
         if self.text_files:
             fields += [self.uses_own_tokenizer, self.uses_own_template]
+        if self.template_file is not None:
+            fields.append(self.template_file)
         return f"sha256:{hashlib.sha256(json.dumps(fields).encode()).hexdigest()}"
 
 
@@ -158,7 +170,7 @@ class ServedBase:
 
     def text_of(self, request: AdapterRequest, folder: Path) -> str | None:
         """The digest of its own text, None where the base's is used. Raises AdapterError."""
-        if not request.text_files:
+        if not request.has_own_text:
             return None
         if self.check_text is None:  # nothing here makes text, as in speed tests of the engine
             raise AdapterError(
@@ -166,6 +178,15 @@ class ServedBase:
                 reason="tokenizer",
             )
         return self.check_text(folder, request)
+
+    def has_other_template(self, entry: AdapterEntry) -> bool:
+        """Whether the operator's file with its template is not what was read any more."""
+        if entry.request.template_file is None or entry.state != "ready":
+            return False
+        try:
+            return self.text_of(entry.request, Path(entry.path)) != entry.text
+        except AdapterError:  # gone or broken: reading it anew says so
+            return True
 
     def notes_on(self, made_for: str | None) -> tuple[str, ...]:
         """A warning where the adapter names another base than this one."""

@@ -64,7 +64,7 @@ class Registry:
         store: "DiskStore | StoreOpener | None" = None,
         surveys: Path | None = None,
     ) -> None:
-        self._base = base
+        self.base = base
         self._surveyor = base.surveyor(surveys)
         self._relative_to = relative_to
         self._roots = tuple(roots)
@@ -147,7 +147,7 @@ class Registry:
         The same content under the same name is `unchanged`; other content needs `replacing`, or a
         failed entry in its place. Raises AdapterError, AdapterUnavailable.
         """
-        self._base.check_name(request.name)
+        self.base.check_name(request.name)
         with self._one_reader(request.name):
             candidate = self._candidate(request, replacing, expected_generation)
             with self._lock:
@@ -162,7 +162,7 @@ class Registry:
         digested: bool = False,
     ) -> Candidate:
         """What `register` would enter, read but not entered; `digested`: with its digest."""
-        self._base.check_name(request.name)
+        self.base.check_name(request.name)
         with self._one_reader(request.name):
             return self._candidate(request, replacing, expected_generation, digested)
 
@@ -199,7 +199,7 @@ class Registry:
 
     def from_client(self, name: str, path: str, pin: Pin | None = None) -> AdapterRequest:
         """The request for a folder that a client names. Raises AdapterError outside the roots."""
-        self._base.check_name(name)
+        self.base.check_name(name)
         return AdapterRequest(name, str(self._allowed(path)), pin=pin, via="api")
 
     def check_root(self, path: str) -> None:
@@ -326,7 +326,7 @@ class Registry:
             if previous is not None and previous.state == "ready":
                 digest = digest or files_digest(adapter.files)
                 moved = replacing and previous.path != str(adapter.folder)
-                kept = self._base.text_of(request, adapter.folder) == previous.text and not moved
+                kept = self.base.text_of(request, adapter.folder) == previous.text and not moved
                 if kept and digest == self._digest_of(previous):
                     same = self.get(request.name) or previous
                     return Candidate(replace(same, request=request), previous, "unchanged")
@@ -350,7 +350,7 @@ class Registry:
         return resolve_source(
             request.source,
             relative_to=self._relative_to,
-            geometry=self._base.geometry,
+            geometry=self.base.geometry,
             cache=self._cache,
             store=self._store() if is_remote(request.source) else None,
             digest=request.digest,
@@ -366,7 +366,7 @@ class Registry:
     ) -> AdapterEntry:
         """What was read; the generation stays where `same_as` is the same file version."""
         shape, files = adapter.shape, adapter.keys
-        text = self._base.text_of(request, adapter.folder)
+        text = self.base.text_of(request, adapter.folder)
         if same_as is not None and (same_as.files, same_as.text) == (files, text):
             generation = same_as.generation
         else:
@@ -384,7 +384,7 @@ class Registry:
             rank=shape.max_rank,
             modules=shape.modules,
             num_bound=shape.num_bound,
-            num_bytes=shape.num_bytes(self._base.itemsize),
+            num_bytes=shape.num_bytes(self.base.itemsize),
             base_model_name=shape.base_model_name,
             notes=(*self._notes_on(adapter), *shape.notes),
         )
@@ -392,7 +392,7 @@ class Registry:
     def _notes_on(self, adapter: Survey) -> tuple[str, ...]:
         store = self._store.opened
         stored = store.notes_on(adapter.folder) if store is not None else ()
-        return (*stored, *self._base.notes_on(adapter.shape.base_model_name))
+        return (*stored, *self.base.notes_on(adapter.shape.base_model_name))
 
     def _put(self, candidate: Candidate) -> Registered:
         """The caller holds the lock."""

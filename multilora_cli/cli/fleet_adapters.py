@@ -47,7 +47,7 @@ def read_fleet_adapters(
                     digest=adapter.digest,
                     text_files=request.text_files,
                 )
-                if check_text is not None and request.text_files:
+                if check_text is not None and request.has_own_text:
                     check_text(folder, request)
                 found = read(folder)
             except MloraError as error:
@@ -61,7 +61,7 @@ def read_fleet_adapters(
 
 def _text_checker(adapters: Sequence[Adapter], geometry: ModelGeometry) -> "TextChecker | None":
     """Only a fleet that asks for it imports the tokenizers' library."""
-    if not any(adapter.uses_own_text for adapter in adapters):
+    if not any(adapter.has_text_files for adapter in adapters):
         return None
     from multilora_cli.text.adapter_text import TextChecker
 

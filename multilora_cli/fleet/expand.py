@@ -1,13 +1,20 @@
 """The adapters a fleet names, folder globs resolved, each with where it comes from."""
 
 import glob
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.lockfile import apply_lock
-from multilora_cli.fleet.schema import MAX_ADAPTERS, Adapter, AdapterFolder, is_adapter_name
+from multilora_cli.fleet.schema import (
+    MAX_ADAPTERS,
+    Adapter,
+    AdapterFolder,
+    is_adapter_name,
+    is_template_file,
+)
 
 CONFIG = "adapter_config.json"
 
@@ -39,9 +46,17 @@ def expand_adapters(loaded: LoadedFleet, *, locked: bool = True) -> list[Adapter
 def _all(loaded: LoadedFleet) -> Iterator[Adapter]:
     for index, entry in enumerate(loaded.fleet.adapters):
         if isinstance(entry, Adapter):
-            yield entry
+            yield _with_template(entry, loaded.folder)
         elif isinstance(entry, AdapterFolder):
             yield from _folders(loaded, index, entry)
+
+
+def _with_template(adapter: Adapter, folder: Path) -> Adapter:
+    """Its template's file, where it names one, absolute."""
+    if adapter.chat_template is None or not is_template_file(adapter.chat_template):
+        return adapter
+    path = folder.absolute() / Path(adapter.chat_template).expanduser()
+    return adapter.model_copy(update={"chat_template": os.path.normpath(path)})
 
 
 def _folders(loaded: LoadedFleet, index: int, entry: AdapterFolder) -> Iterator[Adapter]:

@@ -22,6 +22,7 @@ from multilora_cli.units import parse_duration, parse_size
 MAX_ADAPTERS = 50_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?")
 _SECRET = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:[^\x00-\x1f]+")
+_TEMPLATE_ENDINGS = (".jinja", ".j2")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -58,6 +59,17 @@ def _digest(value: str) -> str:
     return value
 
 
+def is_template_file(value: str | None) -> bool:
+    """Whether a `chat_template` names a file; it is the base's or the adapter's own otherwise."""
+    return value is not None and value.endswith(_TEMPLATE_ENDINGS)
+
+
+def _template(value: str) -> str:
+    if value not in ("base", "adapter") and not is_template_file(value):
+        raise ValueError(f"base, adapter, or a file that ends in {' or '.join(_TEMPLATE_ENDINGS)}")
+    return value
+
+
 _SIZE_SCHEMA = WithJsonSchema(
     {"type": ["integer", "string"], "description": "bytes, or a number with KiB/MiB/GiB/KB/MB/GB"}
 )
@@ -72,6 +84,7 @@ Digest = Annotated[str, AfterValidator(_digest)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 
+TemplateOwner = Annotated[Text, AfterValidator(_template)]
 Weight = Annotated[float, Field(ge=0.01, le=100, strict=False)]
 
 
@@ -155,8 +168,9 @@ class Adapter(_Part):
     pin: Literal["hot", "warm"] | None = None
     ttl: Duration | None = Field(default=None, description="back to cold when unused that long")
     priority: int = Field(default=0, ge=-1000, le=1000, description="evicted later when higher")
-    chat_template: Literal["base", "adapter"] | None = Field(
-        default=None, description="whose chat template; default: whose the tokenizer is"
+    chat_template: TemplateOwner | None = Field(
+        default=None,
+        description="base, adapter, or a .jinja file; default: whose the tokenizer is",
     )
     tokenizer: Literal["base", "adapter"] | None = Field(
         default=None,
@@ -169,6 +183,11 @@ class Adapter(_Part):
     def uses_own_text(self) -> bool:
         """Whether tokenizer or chat template are the adapter's own."""
         return "adapter" in (self.tokenizer, self.chat_template)
+
+    @property
+    def has_text_files(self) -> bool:
+        """Whether files beside the base's make its text: its own, or a template of the operator."""
+        return self.uses_own_text or is_template_file(self.chat_template)
 
 
 class AdapterFolder(_Part):

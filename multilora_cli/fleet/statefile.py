@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.replace_file import replace_file, sync_folder
-from multilora_cli.fleet.schema import AdapterName, Digest, Text
+from multilora_cli.fleet.schema import AdapterName, Digest, TemplateOwner, Text
 
 _BYTES_MAX = 64 * 2**20
 OFF = "off"
@@ -37,7 +37,7 @@ class StateAdapter(_Part):
     priority: int = 0
     digest: Digest | None = None
     tokenizer: Literal["base", "adapter"] | None = None
-    chat_template: Literal["base", "adapter"] | None = None
+    chat_template: TemplateOwner | None = None
 
 
 class Change(_Part):

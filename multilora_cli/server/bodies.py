@@ -191,6 +191,11 @@ class EvictBody(msgspec.Struct, frozen=True, kw_only=True):
     unpin: Annotated[bool, Meta(description="Also where it is pinned.")] = False
 
 
+TemplateOwner = Annotated[
+    str, Meta(max_length=4096, pattern=r"\A(base|adapter|/[^\x00-\x1f\x7f]+\.(jinja|j2))\Z")
+]
+
+
 class FleetAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter as a fleet file declares it; folders are absolute."""
 
@@ -201,7 +206,7 @@ class FleetAdapter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     digest: Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")] | None = None
     tokenizer: Literal["base", "adapter"] | None = None
-    chat_template: Literal["base", "adapter"] | None = None
+    chat_template: TemplateOwner | None = None
 
 
 class FleetPattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

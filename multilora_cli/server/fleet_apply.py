@@ -78,10 +78,13 @@ class FleetApply:
         )
         for name in dict.fromkeys((*running.requests, *requests)):
             old, new = running.requests.get(name), requests.get(name)
-            if old == new:
-                continue
-            plan.rows.append(_row("adapter", name, old, new))
             entry = registry.get(name)
+            if old != new:
+                plan.rows.append(_row("adapter", name, old, new))
+            elif entry is not None and new is not None and registry.base.has_other_template(entry):
+                plan.rows.append(_edited_row(name, str(new.template_file)))
+            else:
+                continue
             if new is not None:
                 plan.wanted.append(new)
             elif entry is not None:
@@ -177,6 +180,8 @@ def _stays(entry: AdapterEntry, request: AdapterRequest) -> bool:
         and entry.source == request.source
         and entry.request.uses_own_tokenizer == request.uses_own_tokenizer
         and entry.request.uses_own_template == request.uses_own_template
+        and entry.request.template_file == request.template_file
+        and request.template_file is None  # else its content counts
         and request.digest in (None, digest)
     )
 
@@ -208,6 +213,12 @@ def _row(kind: str, name: str, old: Any, new: Any) -> dict[str, Any]:
         if before != after:
             fields[key] = {"running": before, "file": after}
     return {"kind": kind, "name": name, "change": change, "fields": fields}
+
+
+def _edited_row(name: str, file: str) -> dict[str, Any]:
+    """The same file of a template, with other content."""
+    fields = {"chat_template": {"running": f"{file} as it was read", "file": f"{file} as it is"}}
+    return {"kind": "adapter", "name": name, "change": "changed", "fields": fields}
 
 
 def _pattern_rows(

@@ -37,7 +37,8 @@ def adapter_row(
         "revision": None,
         "digest": f"sha256:{entry.digest}" if entry.digest else None,
         "tokenizer": "adapter" if entry.request.uses_own_tokenizer else "base",
-        "chat_template": "adapter" if entry.request.uses_own_template else "base",
+        "chat_template": entry.request.template_file
+        or ("adapter" if entry.request.uses_own_template else "base"),
         "tier": "failed" if failed else status.tier,
         "detail": entry.detail if failed else status.detail,
         "attempts": entry.attempts,

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template that an adapter brings along in its own folder.
+"""The tokenizer and the chat template of an adapter: in its own folder, or a file of the operator.
 
 Files are read whole and once, so that what is parsed is what the digest names. Symlinks are
 refused as for weights; templates run in the sandbox.
@@ -51,8 +51,9 @@ class OwnFiles:
 
     def __init__(self, folder: Path, request: AdapterRequest) -> None:
         self._folder = folder
+        self._name, self._template_file = request.name, request.template_file
         self._has_tokenizer = request.uses_own_tokenizer
-        self._has_template = request.uses_own_template
+        self._has_template = request.uses_own_template or self._template_file is not None
         needed = {TOKENIZER_NAME, CONFIG_NAME} if self._has_tokenizer else set()
         self._raw: dict[str, bytes] = {}
         for name in request.text_files:
@@ -60,6 +61,8 @@ class OwnFiles:
                 self._raw[name] = _read(folder / name, BYTES_MAX[name])
             elif name in needed:
                 self._refuse(f"{name}: not there; tokenizer: adapter needs it", "missing", name)
+        if self._template_file is not None:
+            self._raw[TEMPLATE_NAME] = self._read_template(Path(self._template_file))
 
     @property
     def digest(self) -> str:
@@ -100,7 +103,28 @@ class OwnFiles:
         names = special_names(config)
         return OwnText(tokenizer, names, self._eos_ids(names, tokenizer, vocab_size), template)
 
+    def _read_template(self, path: Path) -> bytes:
+        """The operator's own file; a link to it is followed, as mounted settings are links."""
+        if not path.is_file():
+            self._refuse_template(f"{path}: not there, or not a file", "missing")
+        try:
+            return _read(Path(os.path.realpath(path)), BYTES_MAX[TEMPLATE_NAME])
+        except AdapterError as error:
+            self._refuse_template(error.message, error.reason)
+
+    def _operators_template(self) -> str:
+        try:
+            source = template_source({}, self._raw[TEMPLATE_NAME], ".")
+            assert source is not None
+            ChatTemplate(source, {}, ())  # says what is wrong with it
+        except ModelError as error:
+            message = error.message.removeprefix("./").removeprefix(f"{TEMPLATE_NAME}: ")
+            self._refuse_template(f"{self._template_file}: {message}", "tokenizer")
+        return source
+
     def _template(self, config: Mapping[str, Any]) -> str:
+        if self._template_file is not None:
+            return self._operators_template()
         source = template_source(config, self._raw.get(TEMPLATE_NAME), ".")
         if source is None:
             self._refuse(
@@ -142,6 +166,11 @@ class OwnFiles:
     def _json(self, name: str) -> dict[str, Any]:
         raw = self._raw.get(name)
         return {} if raw is None else json_object(raw, name)
+
+    def _refuse_template(self, message: str, reason: str) -> NoReturn:
+        raise AdapterError(
+            f"adapter {self._name}: chat_template: {message}", reason=reason, field="chat_template"
+        )
 
     def _refuse(self, message: str, reason: str, field: str) -> NoReturn:
         raise AdapterError(f"adapter {self._folder}: {message}", reason=reason, field=field)

@@ -242,3 +242,50 @@ def test_apply_and_restart_keep_the_choice(tmp_path: Path) -> None:
 def _submits(app: InProcess) -> list[tuple[str, Any]]:
     submits = app.spawner.engine.submits
     return [(s.adapter.name if s.adapter else "base", s) for s in submits]
+
+
+def test_apply_notices_another_template_file_and_other_content(tmp_path: Path) -> None:
+    """`chat_template: FILE`: the path is a field like others, and what the file says counts too."""
+
+    async def main() -> None:
+        app, file = app_of(tmp_path, tokenizer="base"), tmp_path / "chat.jinja"
+        file.write_text("one:{{ messages[-1].content }}")
+        source = str(tmp_path / "own")
+        declared = {"own": AdapterRequest("own", source, tokenizer="base")}
+        app.changes = RuntimeChanges(ServedFleet(path="fleet.yaml", requests=declared), None)
+        adapter = {"name": "own", "source": source, "tokenizer": "base", "chat_template": str(file)}
+        body: dict[str, Any] = {"settings": {}, "patterns": [], "adapters": [adapter]}
+
+        async def prompt() -> str:
+            messages = [{"role": "user", "content": "b"}]
+            tokens = (await post(app, "/tokenize", model="own", messages=messages))["tokens"]
+            return bytes(token for token in tokens if token < 256).decode()
+
+        async with app:
+            (row,) = (await post(app, "/v1/fleet", **body))["changes"]
+            assert row["fields"] == {"chat_template": {"running": None, "file": str(file)}}
+            assert await prompt() == "one:b"
+            assert not (await post(app, "/v1/fleet", **body))["changes"]
+            generation = app.registry.resolve("own").generation
+
+            file.write_text("two:{{ messages[-1].content }}")
+            (row,) = (await post(app, "/v1/fleet", **body, dry_run=True))["changes"]
+            assert row["fields"]["chat_template"]["file"] == f"{file} as it is"
+            assert await prompt() == "one:b", "what was registered is served until it is applied"
+            await post(app, "/v1/fleet", **body)
+            assert await prompt() == "two:b"
+            entry = app.registry.resolve("own")
+            assert entry.generation > generation and entry.digest
+            listed = (await app.http.get("/v1/lora_adapters")).json()["data"]
+            shown = {row["id"]: row["chat_template"] for row in listed}
+            assert shown == {"upper": "base", "own": str(file)}
+
+            file.write_text("{% broken")
+            reply = await app.http.post("/v1/fleet", json=body)
+            assert reply.status_code == 400 and f"chat_template: {file}: " in reply.text
+            assert await prompt() == "two:b", "nothing was changed"
+            for bad in ("chat.jinja", "/etc/passwd"):
+                other = body | {"adapters": [adapter | {"chat_template": bad}]}
+                assert (await app.http.post("/v1/fleet", json=other)).status_code == 400
+
+    asyncio.run(main())
