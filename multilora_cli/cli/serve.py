@@ -28,6 +28,7 @@ _PHASES = {
     "weights": "loading weights",
     "pool": "taking memory",
     "kernels": "compiling kernels",
+    "steps": "running steps of every size",
     "graphs": "capturing decode steps",
 }
 

@@ -19,6 +19,7 @@ _PHASES = {
     "weights": "loading weights",
     "pool": "taking memory",
     "kernels": "compiling kernels",
+    "steps": "running steps of every size",
     "graphs": "capturing decode steps",
     "reference": "computing the reference, layer by layer",
     "answers": "asking adapters",

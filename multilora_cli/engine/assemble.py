@@ -15,7 +15,7 @@ from multilora_cli.adapters.residency import Residency
 from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.engine.decode_graphs import DecodeGraphs, GraphMemory
+from multilora_cli.engine.decode_graphs import DecodeGraphs, GraphMemory, rehearse
 from multilora_cli.engine.device_memory import (
     Allocation,
     choose_device,
@@ -46,6 +46,7 @@ from multilora_cli.models.loader import load_decoder
 from multilora_cli.models.warm_up import warm_up
 from multilora_cli.sizing.budget import CONTEXT_BYTES
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_kernels.compile_ahead import compile_only
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
 
@@ -157,18 +158,17 @@ class _Assembly:
         sampled = torch.zeros(most_samples, dtype=torch.int64, device=device)
         kv_dtype = self.allocation.kv_dtype
         self.builder = BatchBuilder(self.buffer.pages, self.table, segments, sampled, kv_dtype)
+        graphs, prompt_graphs = self._make_graphs(decoder)
         if device.type == "cuda":
             self.table.settle(self.pool.page_bytes, self.allocation.dtype.itemsize)
             segments.reserve(self.table)
-            warm_up(
-                decoder,
-                self.buffer.pages,
-                config.max_num_batched_tokens,
-                (self.table, segments),
-                kv_dtype,
-                lambda done, total: self.report("kernels", done, total),
-            )
-        graphs, prompt_graphs = self._captured(decoder)
+            with decoder.few_layers():
+                self._compile(decoder)
+                self._warm_up(decoder, self._report_steps)
+        if self.graphs:
+            self.graph_memory = GraphMemory(device)
+            for captured in self.graphs:
+                captured.record_all(self.graph_memory.record, self._report_graphs)
         # After the captures, which give back what torch keeps: what this leaves serves every step.
         with self.meter.peak("workspace"):
             if device.type == "cuda":
@@ -177,24 +177,43 @@ class _Assembly:
                 )
         return ModelRunner(decoder, self.builder, self.failpoints, graphs, prompt_graphs)
 
-    def _captured(self, decoder: Decoder) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
-        """Decode steps, and those with prompts, as CUDA graphs: what the plan says."""
+    def _make_graphs(self, decoder: Decoder) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+        """Decode steps, and those with prompts, as the plan says; none is captured yet."""
         self.graph_memory: GraphMemory | None = None
         self.graphs: list[DecodeGraphs | PromptGraphs] = []
         planned = self.allocation
         if not planned.graph_rows:
             return None, None
-        memory = self.graph_memory = GraphMemory(planned.device)
         limits = (self.max_model_len, self.config.max_lora_rank)
         graphs = DecodeGraphs(decoder, self.builder, planned.graph_rows, *limits)
-        graphs.record_all(memory.record, self._report_graphs)
         self.graphs.append(graphs)
         if not planned.prompt_steps:
             return graphs, None
         prompt_graphs = PromptGraphs(decoder, self.builder, planned.prompt_steps, *limits)
-        prompt_graphs.record_all(memory.record, self._report_graphs)
         self.graphs.append(prompt_graphs)
         return graphs, prompt_graphs
+
+    def _compile(self, decoder: Decoder) -> None:
+        """Every kernel that a step may launch, on all cores: nothing runs yet."""
+        self.report("kernels", 0, 1)
+        with compile_only():
+            self._warm_up(decoder, lambda done, total: None)
+            for graphs in self.graphs:
+                graphs.record_all(rehearse, lambda done, total: None)
+        self.report("kernels", 1, 1)
+
+    def _warm_up(self, decoder: Decoder, progress: Callable[[int, int], None]) -> None:
+        warm_up(
+            decoder,
+            self.buffer.pages,
+            self.config.max_num_batched_tokens,
+            (self.table, self.builder.segments),
+            self.allocation.kv_dtype,
+            progress,
+        )
+
+    def _report_steps(self, done: int, total: int) -> None:
+        self.report("steps", done, total)
 
     def _report_graphs(self, done: int, total: int) -> None:
         self.report("graphs", done, total)

@@ -83,6 +83,19 @@ class GraphMemory:
         return graph
 
 
+class _Rehearsed:
+    """Work that was run and not recorded."""
+
+    def replay(self) -> None:
+        """There is nothing to launch."""
+        raise RuntimeError("the step was rehearsed, not captured")
+
+
+def rehearse(work: Callable[[], None]) -> Captured:
+    """Takes the place of GraphMemory.record where only what steps need is wanted: their kernels."""
+    return _Rehearsed()
+
+
 class DecodeGraphs:
     """Captured decode steps of one decoder. `max_context` is in tokens."""
 

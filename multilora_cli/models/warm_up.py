@@ -1,23 +1,26 @@
 """Runs a decoder once at every size of step, so that no kernel is compiled while it serves.
 
 Kernels are compiled for classes of sizes: a 4-bit or FP8 multiply for each power of two of rows up
-to 128, attention for decode rows and for chunks. Compiling one takes 0.5 to 2 s, which the first
-prompt and every running answer would wait for.
+to 128, attention for decode rows and for chunks, LoRA for either. Compiling one takes 0.5 to 2 s,
+which the first prompt and every running answer would wait for.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 
 import torch
 
 from multilora_cli.layers.context import StepContext
 from multilora_cli.models.decoder import Decoder
-from multilora_kernels.layout import TOKENS_PER_PAGE
+from multilora_kernels.layout import TOKENS_PER_PAGE, plan_image
 from multilora_kernels.lora_choice import is_decode
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
 
 _RANK = 16  # sizes launches and compiles nothing anew
+_STAND_IN = 1  # a slot
 
 
 @torch.inference_mode()
@@ -33,19 +36,42 @@ def warm_up(
 
     The pool is not written, and no step takes more memory than one that is served.
 
-    With `adapters` (a settled table) their launches are part of each step of decode size.
+    With `adapters` (a settled, empty table) their launches are part of each step.
     `progress` is told how many steps are done, and of how many.
     """
     sizes = list(_sizes(max_tokens))
-    for index, num_tokens in enumerate(sizes):
-        progress(index, len(sizes))
-        context = spare_step(pool, num_tokens, adapters, kv_dtype)
-        token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=pool.device)
-        hidden = decoder.forward(token_ids, context.slot_mapping.clamp(min=0), context)
-        decoder.logits(hidden[:1], context.adapters if num_tokens == 1 else None)
-    if adapters is not None:
-        adapters[1].build([0])  # no longer sized for a capture
+    with _stand_in(decoder, pool, adapters):
+        for index, num_tokens in enumerate(sizes):
+            progress(index, len(sizes))
+            context = spare_step(pool, num_tokens, adapters, kv_dtype)
+            token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=pool.device)
+            hidden = decoder.forward(token_ids, context.slot_mapping.clamp(min=0), context)
+            decoder.logits(hidden[:1], context.adapters if num_tokens == 1 else None)
     progress(len(sizes), len(sizes))
+
+
+@contextmanager
+def _stand_in(
+    decoder: Decoder, pool: torch.Tensor, adapters: tuple[AdapterTable, Segments] | None
+) -> Iterator[None]:
+    """An adapter in slot 1 whose weights are whatever the scratch page holds: steps of prompts have
+    LoRA launches only where a row has an adapter."""
+    if adapters is None:
+        yield
+        return
+    table, segments = adapters
+    geometry = decoder.geometry
+    modules = product(range(geometry.num_layers), geometry.module_shapes)
+    ranks = dict.fromkeys(modules, _RANK)
+    plan = plan_image(ranks, geometry.module_shapes, pool.shape[1], decoder.dtype.itemsize)
+    table.set(_STAND_IN, plan, [0] * plan.num_pages)
+    table.flush()
+    try:
+        yield
+    finally:
+        table.clear(_STAND_IN)
+        table.flush()
+        segments.build([0])  # no longer sized for a capture
 
 
 def _sizes(max_tokens: int) -> Iterator[int]:
@@ -69,9 +95,12 @@ def spare_step(
     lens = [1] * decodes + ([chunk] if chunk else [])
     starts = [*range(decodes + 1), *([num_tokens] if chunk else [])]
     columns = -(-max(lens) // (16 * TOKENS_PER_PAGE)) * 16  # rounded up as those of real steps
-    with_adapters = adapters is not None and is_decode(num_tokens)
-    if adapters is not None and with_adapters:
-        adapters[1].prepare_capture(adapters[0], num_tokens, _RANK, extras=True)
+    table, segments = adapters or (None, None)
+    if table is not None and segments is not None:
+        if is_decode(num_tokens):
+            segments.prepare_capture(table, num_tokens, _RANK, extras=True)
+        else:
+            segments.build([_STAND_IN] * num_tokens)
     return StepContext(
         pool=pool,
         slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
@@ -83,7 +112,7 @@ def spare_step(
             max_query_len=max(1, chunk),
             max_seq_len=max(lens),
         ),
-        table=adapters[0] if adapters is not None and with_adapters else None,
-        segments=adapters[1] if adapters is not None and with_adapters else None,
+        table=table,
+        segments=segments,
         kv_dtype=kv_dtype,
     )
