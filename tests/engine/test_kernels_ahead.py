@@ -45,17 +45,19 @@ def _geometry(layers: int) -> ModelGeometry:
 class Start:
     """The owners of an engine's tensors, as a start puts them together."""
 
-    def __init__(self, device: torch.device, layers: int = 5) -> None:
+    def __init__(
+        self, device: torch.device, layers: int = 5, kv_dtype: torch.dtype | None = None
+    ) -> None:
         self.geometry = _geometry(layers)
         self.decoder = Decoder(self.geometry, torch.bfloat16, device)
-        self.page = kv_page_bytes(self.geometry, 2)
+        self.page = kv_page_bytes(self.geometry, 2 if kv_dtype is None else kv_dtype.itemsize)
         pool = torch.empty(64, self.page, dtype=torch.uint8, device=device)
         shapes = self.geometry.module_shapes
         self.table = AdapterTable(SLOTS, layers, shapes, 4000, device)
         self.table.settle(self.page, 2)
         self.segments = Segments(MAX_TOKENS, device, max_rank=64)
         sampled = torch.zeros(64, dtype=torch.int64, device=device)
-        self.builder = BatchBuilder(pool, self.table, self.segments, sampled, None)
+        self.builder = BatchBuilder(pool, self.table, self.segments, sampled, kv_dtype)
         graphs = self.decoder, self.builder
         self.graphs = DecodeGraphs(*graphs, (1, 2, 4, 8, 16, 64), CONTEXT, 64)
         steps = (PromptStep(4, 64), PromptStep(64, 256))
@@ -63,7 +65,9 @@ class Start:
 
     def warm_up(self) -> None:
         """Every step that a start runs."""
-        warm_up(self.decoder, self.builder.pool, MAX_TOKENS, (self.table, self.segments))
+        adapters = self.table, self.segments
+        pool, kv_dtype = self.builder.pool, self.builder.kv_dtype
+        warm_up(self.decoder, pool, MAX_TOKENS, adapters, kv_dtype)
         for graphs in (self.graphs, self.prompt_graphs):
             graphs.record_all(rehearse, lambda done, total: None)
 
@@ -106,11 +110,19 @@ class Start:
         self.decoder.logits(hidden[: len(lengths)], self.builder.head_adapters(asked))
 
 
-@pytest.mark.parametrize("slots", [[0], [0, 1, 2, 3, 4], [0, 2, 5, 6, 7, 8]])
+@pytest.mark.parametrize(
+    ("slots", "kv_dtype"),
+    [
+        ([0], None),
+        ([0, 1, 2, 3, 4], None),
+        ([0, 2, 5, 6, 7, 8], None),
+        ([0, 1, 6], torch.float8_e4m3fn),
+    ],
+)
 def test_no_step_needs_a_kernel_that_the_start_did_not_compile(
-    described_device: torch.device, slots: list[int]
+    described_device: torch.device, slots: list[int], kv_dtype: torch.dtype | None
 ) -> None:
-    start = Start(described_device)
+    start = Start(described_device, kv_dtype=kv_dtype)
     with launches() as compiled:
         with compile_only(1), start.decoder.few_layers():
             start.warm_up()
