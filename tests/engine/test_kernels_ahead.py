@@ -53,9 +53,10 @@ class Start:
         self.page = kv_page_bytes(self.geometry, 2 if kv_dtype is None else kv_dtype.itemsize)
         pool = torch.empty(64, self.page, dtype=torch.uint8, device=device)
         shapes = self.geometry.module_shapes
-        self.table = AdapterTable(SLOTS, layers, shapes, 4000, device)
+        self.table = AdapterTable(SLOTS, layers, shapes, 9000, device)
         self.table.settle(self.page, 2)
         self.segments = Segments(MAX_TOKENS, device, max_rank=64)
+        self.segments.reserve(self.table)
         sampled = torch.zeros(64, dtype=torch.int64, device=device)
         self.builder = BatchBuilder(pool, self.table, self.segments, sampled, kv_dtype)
         graphs = self.decoder, self.builder
