@@ -165,10 +165,11 @@ class _Assembly:
             with decoder.few_layers():
                 self._compile(decoder)
                 self._warm_up(decoder, self._report_steps)
+        self.graph_memory: GraphMemory | None = None
         if self.graphs:
-            self.graph_memory = GraphMemory(device)
+            memory = self.graph_memory = GraphMemory(device)
             for captured in self.graphs:
-                captured.record_all(self.graph_memory.record, self._report_graphs)
+                captured.record_all(memory.record, self._report_graphs)
         # After the captures, which give back what torch keeps: what this leaves serves every step.
         with self.meter.peak("workspace"):
             if device.type == "cuda":
@@ -179,7 +180,6 @@ class _Assembly:
 
     def _make_graphs(self, decoder: Decoder) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
         """Decode steps, and those with prompts, as the plan says; none is captured yet."""
-        self.graph_memory: GraphMemory | None = None
         self.graphs: list[DecodeGraphs | PromptGraphs] = []
         planned = self.allocation
         if not planned.graph_rows:
