@@ -7,7 +7,14 @@
 
 Accumulation is fp32. Rows of slot 0 and modules an adapter does not have are left as they are. A
 row's result depends on its own adapter alone: nothing is combined across adapters.
+
+`multiply_add_lora` is the same behind the base multiply that makes y: A x needs no y, so a captured
+step may run it beside that multiply, on a second stream. Kernels, their order of sums and so the
+bits are those of `add_lora`.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,6 +23,7 @@ from multilora_kernels.layout import GROUPS
 from multilora_kernels.segments import Segments
 from multilora_kernels.sgmv_expand import sgmv_expand, sgmv_expand_ref
 from multilora_kernels.sgmv_shrink import sgmv_shrink, sgmv_shrink_ref
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.table import AdapterTable
 
 
@@ -41,6 +49,35 @@ def add_lora(
     weights = pool.view(-1).view(x.dtype)
     planes = sgmv_shrink(x, weights, table, lists, work, layer)
     return sgmv_expand(y, planes, weights, table, lists, work, layer)
+
+
+def multiply_add_lora(
+    multiply: Callable[[], torch.Tensor],
+    x: torch.Tensor,
+    pool: torch.Tensor,
+    table: AdapterTable,
+    segments: Segments,
+    layer: int,
+    group: str,
+    side: SideStream,
+) -> torch.Tensor:
+    """`multiply()`, a new y [T, sum of d_out] from x [T, d_in], with the adapters' deltas added.
+
+    Where the launch choice says so, the shrink runs beside the multiply. All groups share the
+    planes: a later shrink follows the expand before it by way of x, which is made from its y.
+    """
+    lists = segments.lists(table)
+    work = lists.groups[group]
+    if not work.choice.beside:
+        y = multiply()
+        add_lora(y, x, pool, table, segments, layer, group)
+        return y
+    weights = pool.view(-1).view(x.dtype)
+    shrink = partial(sgmv_shrink, x, weights, table, lists, work, layer)
+    y, planes = side.beside(multiply, shrink)
+    _check(y, x, pool, table, segments, group)
+    sgmv_expand(y, planes, weights, table, lists, work, layer)
+    return y
 
 
 def _check(

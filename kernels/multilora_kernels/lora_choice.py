@@ -64,6 +64,7 @@ class LoraChoice:
     expand_registers: int | None
     programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
     pdl: bool
+    beside: bool  # captured steps: the shrink on a second stream, beside the base multiply
 
     @property
     def is_decode(self) -> bool:
@@ -168,6 +169,8 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         expand_registers=128,
         programs_per_sm=16,
         pdl=chip.has_pdl,
+        # Faster at 1, 16, 64 and 256 rows on an H200; not measured on chips without early launch.
+        beside=chip.has_pdl,
     )
 
 
@@ -193,4 +196,5 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         expand_registers=None,
         programs_per_sm=32,
         pdl=chip.has_pdl,
+        beside=False,
     )

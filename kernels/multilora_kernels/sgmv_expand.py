@@ -22,6 +22,8 @@ from multilora_kernels.work_lists import GroupLists, WorkLists
 # In decode, software pipelining would hoist loads of the planes above the wait for the shrink:
 # wrong sums. In prefill the wait comes before the loop.
 DECODE_STAGES, PREFILL_STAGES = 1, 3
+# The interpreter knows no inline assembly.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -93,7 +95,6 @@ def _expand_row(
     n = n_start + tl.arange(0, COLUMNS)
     n_mask = n < d_out
     y_ptrs = y_ptr + token * stride_ym + n
-    prior = tl.load(y_ptrs, mask=n_mask, other=0)
     b0 = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
     if TILES > 1:
         b1 = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
@@ -102,6 +103,7 @@ def _expand_row(
         b3 = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    prior = tl.load(y_ptrs, mask=n_mask, other=0, cache_modifier=".cg")
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _times(b0, _tile_h(planes_ptr, plane, e0, SPLIT_K))
     if TILES > 1:
@@ -130,11 +132,15 @@ def _expand_row(
 @triton.jit
 def _expand_rows(
     planes_ptr, weights_ptr, y_ptr, stride_ym, b_offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
-    entry, n_start, d_out, plane, num_rows, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    ROW_SPLITS: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    e0, e1, e2, e3, n_start, d_out, plane, num_rows, next_task_ptr, next_n_start,
+    CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles."""
+    """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles.
+
+    Returns the next task's table entries.
+    """
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
     token = tl.load(row_ptr + m, mask=m_mask, other=0).to(tl.int64)
@@ -142,40 +148,70 @@ def _expand_rows(
     n_mask = n < d_out
     y_ptrs = y_ptr + (token * stride_ym)[:, None] + n[None, :]
     y_mask = m_mask[:, None] & n_mask[None, :]
-    prior = tl.load(y_ptrs, mask=y_mask, other=0)
-    b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+    b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    h = _row_h(planes_ptr, plane, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, COMPUTE)
-    acc = tl.dot(h, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
+    prior = tl.load(y_ptrs, mask=y_mask, other=0, cache_modifier=".cg")
+    h = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS)
+    # Its addresses wait for the next task's record: after the loads that wait for nothing.
+    n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
+    acc = _multiplied(h, b, tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32), COMPUTE, PRECISION)
     for t in range(1, num_tiles):
-        cells = tiles_ptr + (first + t * ROW_SPLITS) * 4
-        entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
+        entry = tl.where(t == 1, e1, tl.where(t == 2, e2, e3))
+        if t > 3:
+            cells = tiles_ptr + (first + t * ROW_SPLITS) * 4
+            entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
         b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
         at = plane + t * ROW_SPLITS * num_rows
-        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, COMPUTE)
-        acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS)
+        acc = _multiplied(h, b, acc, COMPUTE, PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+    return n0, n1, n2, n3
+
+
+@triton.jit
+def _multiplied(h, b, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + h B^T by the matrix units."""
+    b = tl.trans(_opaque(b).to(COMPUTE))
+    return tl.dot(_opaque(h).to(COMPUTE), b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _row_h(
     planes_ptr, plane, num_rows, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
-    ROW_SPLITS: tl.constexpr, COMPUTE: tl.constexpr,
+    ROW_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of decode, in order."""
+    """A x of one rank tile's rows, fp32 [BLOCK_M, 16]: the partial sums of decode, in order."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 16)
     plane_row = (plane + m).to(tl.int64) * SPLIT_K
     h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
     h_mask = (m < num_rows)[:, None] & (entry >= 0)
     h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-    # One dynamic loop: all loads at once would take 70 registers from the other paths.
-    for i in range(SPLIT_K):
-        for part in tl.static_range(ROW_SPLITS):
-            h_part = h_ptrs + part * num_rows * (SPLIT_K * 16) + i * 16
-            h += tl.load(h_part, mask=h_mask, other=0.0, cache_modifier=".cg")
-    return h.to(COMPUTE)
+    # Four at a time: all loads at once would take 70 registers from the other paths.
+    for start in range(0, SPLIT_K, 4):
+        for i in tl.static_range(4):
+            for part in tl.static_range(ROW_SPLITS):
+                h_part = h_ptrs + part * num_rows * (SPLIT_K * 16) + (start + i) * 16
+                mask = h_mask if SPLIT_K % 4 == 0 else h_mask & (start + i < SPLIT_K)
+                h += tl.load(h_part, mask=mask, other=0.0, cache_modifier=".cg")
+    return h
+
+
+@triton.jit
+def _opaque(x):
+    """x itself, as something that the compiler cannot see through.
+
+    What is multiplied has to change its layout through shared memory. Without this the compiler
+    changes that of every part of a sum, each between two barriers, one load after the other; and
+    that of B before loads which stand below it have begun.
+    """
+    if _INTERPRETED:
+        return x
+    PACKED: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACKED
+    )
 
 
 @triton.jit
@@ -197,6 +233,9 @@ def expand_decode_kernel(
     ROW_SPLITS: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        # At the very start: inside the paths below it costs 40 registers' worth of spills.
+        tl.extra.cuda.gdc_launch_dependents()
     # Equal work for every rank, and no task leaves its chunk.
     WIDE: tl.constexpr = 4 * BLOCK_N if 4 * BLOCK_N < CHUNK else CHUNK
     HALF: tl.constexpr = 2 * BLOCK_N if 2 * BLOCK_N < CHUNK else CHUNK
@@ -217,10 +256,9 @@ def expand_decode_kernel(
             following, Y_UNIT
         )
         if num_rows > 1:
-            f0, f1, f2, f3 = _load_entries(following, b_offsets, f_n, CELL, CHUNK)
-            _expand_rows(
+            f0, f1, f2, f3 = _expand_rows(
                 planes_ptr, weights_ptr, y_start, stride_ym, b_offsets, tiles_ptr, row_ptr,
-                first, num_tiles, e0, n_start, d_out, plane, num_rows,
+                first, num_tiles, e0, e1, e2, e3, n_start, d_out, plane, num_rows, following, f_n,
                 CELL, CHUNK, BLOCK_M, ROWS_N, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
         elif num_tiles == 1:

@@ -19,6 +19,7 @@ from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 
@@ -96,9 +97,17 @@ class BatchBuilder:
         return StepTensors(token_ids_there.long(), positions_there.long(), context, ends - 1)
 
     def context(
-        self, slot_mapping: torch.Tensor, attention: AttentionBatch, *, with_adapters: bool = True
+        self,
+        slot_mapping: torch.Tensor,
+        attention: AttentionBatch,
+        *,
+        with_adapters: bool = True,
+        side: SideStream | None = None,
     ) -> StepContext:
-        """What every layer of a step shares; its adapters are those `segments` was built for."""
+        """What every layer of a step shares; its adapters are those `segments` was built for.
+
+        `side` is for steps that are captured: where adapters' work may run beside the base's.
+        """
         return StepContext(
             pool=self.pool,
             slot_mapping=slot_mapping,
@@ -106,6 +115,7 @@ class BatchBuilder:
             table=self.table if with_adapters else None,
             segments=self.segments if with_adapters else None,
             kv_dtype=self.kv_dtype,
+            side=side,
         )
 
     def head_adapters(self, slots: Sequence[int]) -> RowAdapters | None:

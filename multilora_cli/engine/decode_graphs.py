@@ -26,6 +26,7 @@ from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.budget import graph_rank, graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
 
@@ -132,6 +133,7 @@ class DecodeGraphs:
         self._told = torch.zeros(most, dtype=torch.int64, device=device)
         self._pages = PageRows(most, columns)
         self._staging = Staging(device)
+        self._side = SideStream(device) if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +208,9 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=self._max_context,
         )
-        context = builder.context(slots.long(), attention, with_adapters=with_adapters)
+        context = builder.context(
+            slots.long(), attention, with_adapters=with_adapters, side=self._side
+        )
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
         logits = self._decoder.logits(hidden, context.adapters, self._logits[:rows])

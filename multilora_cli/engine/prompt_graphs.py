@@ -24,6 +24,7 @@ from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.budget import MAX_CHUNKS, PromptStep, graph_rank, graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
 
@@ -70,6 +71,7 @@ class PromptGraphs:
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
         self._pages = PageRows(most, columns)
         self._staging = Staging(device)
+        self._side = SideStream(device) if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +120,9 @@ class PromptGraphs:
             max_query_len=step.tokens,
             max_seq_len=self._max_context,
         )
-        context = builder.context(slots.long(), attention, with_adapters=with_adapters)
+        context = builder.context(
+            slots.long(), attention, with_adapters=with_adapters, side=self._side
+        )
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
         last = hidden[by_sequence[2, :sequences].long()]

@@ -6,6 +6,7 @@ import torch
 
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.table import AdapterTable
 
 
@@ -28,6 +29,8 @@ class StepContext:
     table: AdapterTable | None = None  # None with segments None: no adapter in this step
     segments: Segments | None = None
     kv_dtype: torch.dtype | None = None  # how the pool holds K and V; None: in the compute dtype
+    # Of a step that is captured: where adapters' work may run beside the base's; None: after it.
+    side: SideStream | None = None
 
     @property
     def adapters(self) -> RowAdapters | None:

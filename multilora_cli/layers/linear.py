@@ -5,12 +5,13 @@ q, k and v are one packed multiply, and so are gate and up. How W is stored is b
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from multilora_cli.layers.context import StepContext
-from multilora_kernels.add_lora import add_lora
+from multilora_kernels.add_lora import add_lora, multiply_add_lora
 from multilora_kernels.bf16_gemv import bf16_gemv
 from multilora_kernels.fp8_quant import RowScaling
 from multilora_kernels.rows import Rows
@@ -148,11 +149,21 @@ class LoraLinear:
 
     def __call__(self, rows: Rows, ctx: StepContext) -> torch.Tensor:
         """Rows [T, in]; returns [T, out]."""
+        if ctx.segments is None or not ctx.segments.has_adapters:
+            return self._multiply(rows)
+        assert ctx.table is not None, "segments with adapters need their table"
+        where = (ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
+        if ctx.side is None:
+            y = self._multiply(rows)
+            add_lora(y, rows.x, *where)
+        else:
+            y = multiply_add_lora(partial(self._multiply, rows), rows.x, *where, ctx.side)
+        scale_shift(y, *where)
+        return y
+
+    def _multiply(self, rows: Rows) -> torch.Tensor:
+        """The base's own result: a new tensor [T, out]."""
         y = self.weight.matmul(rows)
         if self.bias is not None:
             y += self.bias
-        if ctx.segments is not None and ctx.segments.has_adapters:
-            assert ctx.table is not None, "segments with adapters need their table"
-            add_lora(y, rows.x, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
-            scale_shift(y, ctx.pool, ctx.table, ctx.segments, self.layer, self.group)
         return y

@@ -7,9 +7,12 @@ import torch
 from lora_cases import LAYERS, PAGE_BYTES, SHAPES, adapters, check, inputs, run, small_fleet
 
 from multilora_kernels import launch
-from multilora_kernels.add_lora import add_lora
+from multilora_kernels.add_lora import add_lora, multiply_add_lora
+from multilora_kernels.bf16_gemv import bf16_gemv
 from multilora_kernels.layout import GROUPS, MODULES
+from multilora_kernels.rms_norm import rms_norm
 from multilora_kernels.segments import Segments
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.testing import LLAMA3_8B, Fleet, make_fleet, make_slots
 
 pytestmark = pytest.mark.gpu
@@ -133,6 +136,56 @@ def test_a_captured_graph_follows_every_build(real: Fleet) -> None:
             expected = y.clone()
             run(real, x, expected, slots, group, [0])
             assert torch.equal(static, expected), popularity
+
+
+@pytest.mark.parametrize("rows", [1, 16, 200])
+def test_a_shrink_beside_its_multiply_changes_no_bit(real: Fleet, rows: int) -> None:
+    """A captured chain of multiplies, each fed by the one before, as a decoder layer is: replayed
+    again and again it gives the bits of one stream, whatever the adapters."""
+    segments = Segments(rows, "cuda")
+    generator = torch.Generator().manual_seed(12)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to("cuda", torch.bfloat16)
+
+    weights, biases = {}, {}
+    for group, modules in GROUPS.items():
+        d_in, d_out = LLAMA3_8B[modules[0]][0], sum(LLAMA3_8B[m][1] for m in modules)
+        weights[group], biases[group] = random(d_out, d_in) / d_in**0.5, random(d_out)
+    first = random(rows, 4096)
+
+    def chain(side: SideStream | None) -> torch.Tensor:
+        x = first
+        for _ in range(3):
+            for group, weight in weights.items():
+                y = run_one(x, weight, group, side)
+                # To the width of the next group's input, by kernels that start early too.
+                wide = weights["o" if group == "qkv" else "down" if group == "gate_up" else "qkv"]
+                x = rms_norm(y[:, : wide.shape[1]], biases["gate_up"][: wide.shape[1]], 1e-5)
+        return x
+
+    def run_one(
+        x: torch.Tensor, weight: torch.Tensor, group: str, side: SideStream | None
+    ) -> torch.Tensor:
+        where = (real.pool, real.table, segments, 0, group)
+        if side is not None:
+            return multiply_add_lora(lambda: bf16_gemv(x, weight), x, *where, side)
+        y = bf16_gemv(x, weight)
+        add_lora(y, x, *where)
+        return y
+
+    segments.prepare_capture(real.table, rows, 64)
+    side = SideStream(torch.device("cuda"))
+    chain(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = chain(side)
+    for popularity in POPULARITIES:
+        segments.build(spread(popularity, rows, len(real.weights)))
+        expected = chain(None)
+        for _ in range(10):
+            graph.replay()
+            assert torch.equal(result, expected), popularity
 
 
 def test_a_table_change_reaches_the_next_step(real: Fleet) -> None:

@@ -15,6 +15,7 @@ from multilora_cli.models.decoder import Decoder
 from multilora_kernels.layout import TOKENS_PER_PAGE, ImagePlan, page_bytes
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.table import AdapterTable
 
 
@@ -178,6 +179,7 @@ class StepBuffers:
             ),
             table=runner.table,
             segments=self.segments,
+            side=SideStream(device) if device.type == "cuda" else None,
         )
 
     def fill(self, decodes: Sequence[Row], chunks: Sequence[tuple[Row, int]] = ()) -> list[int]:
