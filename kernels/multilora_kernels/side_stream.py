@@ -23,7 +23,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def beside(self, main: Callable[[], Main], side: Callable[[], Side]) -> tuple[Main, Side]:
         """Launch `main` on the current stream and `side` beside it; returns what they return.
