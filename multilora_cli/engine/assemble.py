@@ -152,7 +152,7 @@ class _Assembly:
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device; on CUDA with its decode steps captured."""
         config, device = self.config, self.allocation.device
-        segments = Segments(config.max_num_batched_tokens, device, max_rank=config.max_lora_rank)
+        segments = Segments(self.allocation.most_rows, device, max_rank=config.max_lora_rank)
         # One row may sample for all answers of a request, which all wait in the queue.
         most_samples = config.max_num_seqs + config.max_queue
         sampled = torch.zeros(most_samples, dtype=torch.int64, device=device)

@@ -41,6 +41,7 @@ class Allocation:
     quantization: Quantization  # of the base's linears, as they lie on the device
     graph_rows: tuple[int, ...]  # decode steps that are captured; none on a CPU
     prompt_steps: tuple[PromptStep, ...]  # and steps with prompts
+    most_rows: int  # token rows of the largest step, a captured one's spare rows included
 
 
 def choose_device(name: str) -> torch.device:
@@ -137,6 +138,7 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         quantization,
         step.graph_rows,
         step.prompt_steps,
+        step.most_rows,
     )
 
 

@@ -70,8 +70,16 @@ class StepSizes:
 
     @property
     def prompt_steps(self) -> tuple[PromptStep, ...]:
-        """Steps with prompts that are captured."""
-        return prompt_steps(self.max_seqs) if self.graph_rows and self.captured_prompts else ()
+        """Steps with prompts that are captured: none larger than a step may be."""
+        if not self.graph_rows or not self.captured_prompts:
+            return ()
+        steps = prompt_steps(self.max_seqs)
+        return tuple(step for step in steps if step.num_tokens <= self.max_tokens)
+
+    @property
+    def most_rows(self) -> int:
+        """Token rows of the largest step, a captured one's spare rows included."""
+        return max(self.max_tokens, *self.graph_rows, 0)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def _on_card(
     return {
         "workspace": scratch.eager(step.max_tokens, step.max_seqs),
         "graphs": graphs + driver_graph_bytes(geometry.num_layers, steps),
-        "lists": list_bytes(shapes, step.max_tokens, step.max_rank, step.chip),
+        "lists": list_bytes(shapes, step.most_rows, step.max_rank, step.chip),
         "extras": driver_graph_bytes(geometry.num_layers, steps, extras=True),
     }
 

@@ -38,6 +38,16 @@ def test_nothing_is_captured_on_a_cpu_or_where_it_is_off() -> None:
         assert step.graph_rows == () and "graphs" not in cut(step, pool=2**30).plan.parts()
 
 
+@pytest.mark.parametrize("max_seqs", [1, 3, 20, 65, 256, 600])
+@pytest.mark.parametrize("max_tokens", [16, 64, 100, 512, 8192])
+def test_no_captured_step_is_larger_than_its_buffers(max_seqs: int, max_tokens: int) -> None:
+    limits = Limits(max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens)
+    step = StepSizes.of_limits(limits, 300, 8192, H200.chip)
+    largest = max(tokens for tokens, _ in step.captured_steps.in_order())
+    assert max(largest, step.max_tokens) == step.most_rows
+    assert all(prompts.num_tokens <= step.max_tokens for prompts in step.prompt_steps)
+
+
 def test_every_running_sequence_decodes_in_each_step() -> None:
     limits = Limits(max_num_seqs=512, max_num_batched_tokens=64)
     assert StepSizes.of_limits(limits, 300, 8192, None).max_tokens == 512
