@@ -16,11 +16,10 @@ from multilora_cli.bench.loadgen import (
     LoadResult,
     PlannedRequest,
     Progress,
-    run_load,
 )
 from multilora_cli.bench.measure import Known, Measures, Slo, measure
 from multilora_cli.bench.prompts import PromptMaker
-from multilora_cli.bench.target import Adapter, Fleet, Target
+from multilora_cli.bench.target import Adapter, Fleet, Served
 from multilora_cli.errors import BadInput, MloraError, Unreachable
 
 WARM_UP_TOKENS = 4
@@ -32,7 +31,7 @@ class Side:
     """One of the servers compared; `adapters` are those used, in order of popularity."""
 
     label: str
-    target: Target
+    target: Served
     fleet: Fleet
     adapters: tuple[Adapter, ...]
 
@@ -147,9 +146,9 @@ async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pa
     marks: list[Mark] = []
     if arm.action == "churn":
         async with churning(side.target, used, others) as marks:
-            result = await run_load(side.target, requests, load)
+            result = await side.target.drive(requests, load)
     else:
-        result = await run_load(side.target, requests, load)
+        result = await side.target.drive(requests, load)
     _stop_if_dead(side, result)
     after = await side.target.fleet(side.fleet.base)
     tiers = {a.name: a.tier for a in before.adapters if a.tier is not None}
@@ -197,7 +196,7 @@ async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
         concurrency=WARM_UP_AT_ONCE,
         tell=None if tell is None else lambda progress: tell(label, progress),
     )
-    result = await run_load(side.target, requests, load)
+    result = await side.target.drive(requests, load)
     for record in result.records:
         if record.error is not None:
             hint = "nothing was measured, since not even one short request succeeds"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from multilora_cli.bench.target import Adapter, Target
+from multilora_cli.bench.target import Adapter, Served
 from multilora_cli.errors import BadInput, MloraError
 
 INTERVAL_S = 0.25
@@ -25,7 +25,7 @@ class Mark:
 
 @asynccontextmanager
 async def churning(
-    target: Target, asked: Sequence[Adapter], others: Sequence[Adapter]
+    target: Served, asked: Sequence[Adapter], others: Sequence[Adapter]
 ) -> AsyncIterator[list[Mark]]:
     """While the context lives: `asked` are replaced in place, `others` unloaded and loaded.
 
@@ -43,7 +43,7 @@ async def churning(
         await _restore(target, others)
 
 
-async def reload(target: Target, adapters: Sequence[Adapter]) -> None:
+async def reload(target: Served, adapters: Sequence[Adapter]) -> None:
     """Unload and load each of some adapters. Raises MloraError where the server refuses."""
     for adapter in adapters:
         path = _path(adapter)
@@ -52,7 +52,7 @@ async def reload(target: Target, adapters: Sequence[Adapter]) -> None:
         await target.load(adapter.name, path)
 
 
-async def evict(target: Target, adapters: Sequence[Adapter], *, cold: bool) -> None:
+async def evict(target: Served, adapters: Sequence[Adapter], *, cold: bool) -> None:
     """Move adapters to host memory, or out of it too. BadInput where the server has no route."""
     for adapter in adapters:
         try:
@@ -61,7 +61,7 @@ async def evict(target: Target, adapters: Sequence[Adapter], *, cold: bool) -> N
             raise BadInput(f"the server cannot evict on request: {error.message}") from None
 
 
-async def _probe(target: Target, adapters: Sequence[Adapter]) -> None:
+async def _probe(target: Served, adapters: Sequence[Adapter]) -> None:
     """Refuse before anything is unloaded, not after."""
     for adapter in adapters[:1]:
         try:
@@ -75,7 +75,7 @@ async def _probe(target: Target, adapters: Sequence[Adapter]) -> None:
 
 
 async def _churn(
-    target: Target,
+    target: Served,
     asked: Sequence[Adapter],
     others: Sequence[Adapter],
     log: tuple[float, list[Mark]],
@@ -90,7 +90,7 @@ async def _churn(
         turn += 1
 
 
-async def _act(target: Target, kind: str, adapter: Adapter, log: tuple[float, list[Mark]]) -> None:
+async def _act(target: Served, kind: str, adapter: Adapter, log: tuple[float, list[Mark]]) -> None:
     start, marks = log
     began, error = time.perf_counter(), ""
     try:
@@ -104,7 +104,7 @@ async def _act(target: Target, kind: str, adapter: Adapter, log: tuple[float, li
     marks.append(Mark(kind, adapter.name, began - start, now - began, error))
 
 
-async def _restore(target: Target, adapters: Sequence[Adapter]) -> None:
+async def _restore(target: Served, adapters: Sequence[Adapter]) -> None:
     names = (await target.fleet()).names
     for adapter in adapters:
         if adapter.name not in names:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from multilora_cli.bench.dummy_fleet import write_base
 from multilora_cli.bench.loadgen import Load, PlannedRequest, run_load
-from multilora_cli.bench.prompts import PromptMaker
-from multilora_cli.bench.target import PromptStyle, Target, raise_file_limit
+from multilora_cli.bench.prompts import PromptMaker, PromptStyle
+from multilora_cli.bench.target import Target, raise_file_limit
 from multilora_cli.errors import Refused
 
 

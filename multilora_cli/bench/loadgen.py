@@ -10,19 +10,28 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
 
-from multilora_cli.bench.prompts import PromptMaker
-from multilora_cli.bench.stream import Answer
-from multilora_cli.bench.target import PATHS, Target, error_message
+from multilora_cli.bench.prompts import PATHS, PromptMaker
+from multilora_cli.bench.stream import Answer, error_message
 
 _TICK_S = 0.02  # how often the loop's own lag is sampled
 _TELL_S = 0.25  # how often progress is told
 _CUT = "cut by the end of the load"  # not an error, so no record has it as one
 _HEADERS = {"content-type": "application/json", "accept": "text/event-stream"}
+
+
+class HttpTarget(Protocol):
+    """Where a load is sent to (target.Target)."""
+
+    url: str
+    timeout_s: float
+
+    @property
+    def session(self) -> aiohttp.ClientSession: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +135,7 @@ class Load:
 class _Run:
     """The state of one load while it runs."""
 
-    target: Target
+    target: HttpTarget
     requests: Sequence[PlannedRequest]
     load: Load
     start: float = field(default_factory=time.perf_counter)
@@ -152,7 +161,9 @@ class _Run:
         return asyncio.timeout(None if limit_s is None else max(limit_s - self.now(), 0.0))
 
 
-async def run_load(target: Target, requests: Sequence[PlannedRequest], load: Load) -> LoadResult:
+async def run_load(
+    target: HttpTarget, requests: Sequence[PlannedRequest], load: Load
+) -> LoadResult:
     """Send every request and wait for every answer; a failed one is a record, never a raise.
 
     With `load.limit_s` only what can be sent by then is sent.

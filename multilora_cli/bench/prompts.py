@@ -7,11 +7,16 @@ one token each and leave the exact count to the server's usage.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from multilora_cli.bench.target import PromptStyle
+PromptStyle = Literal["ids", "text", "chat"]
+PATHS: Mapping[PromptStyle, str] = {
+    "ids": "/v1/completions",
+    "text": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
 
 # Llama 2, 3 and Qwen keep bytes and special tokens outside of 300 to 999.
 ID_RANGE = (300, 1000)

@@ -1,5 +1,6 @@
 """Server-sent events of a streamed answer, read as cheaply as they can be: 2 us an event."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,3 +121,15 @@ def _is_piece(choice: _Choice) -> bool:
 def _message(error: Any) -> str:
     text = error.get("message") if isinstance(error, dict) else error
     return str(text)[:500]
+
+
+def error_message(raw: bytes) -> str:
+    """The message in an error body, OpenAI's or FastAPI's; empty where there is none."""
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return ""
+    found = value.get("error", value) if isinstance(value, dict) else value
+    if isinstance(found, dict):
+        found = found.get("message") or found.get("detail") or ""
+    return " ".join(found.split())[:500] if isinstance(found, str) else ""

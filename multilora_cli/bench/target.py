@@ -4,19 +4,14 @@ import json
 import resource
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
 
+from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, run_load
+from multilora_cli.bench.stream import error_message
 from multilora_cli.errors import BadInput, MloraError, Unreachable
-
-PromptStyle = Literal["ids", "text", "chat"]
-PATHS: Mapping[PromptStyle, str] = {
-    "ids": "/v1/completions",
-    "text": "/v1/completions",
-    "chat": "/v1/chat/completions",
-}
 
 
 @dataclass(frozen=True)
@@ -49,6 +44,32 @@ class Fleet:
     def ranks(self) -> dict[str, int]:
         """Rank of every adapter whose rank the server tells."""
         return {a.name: a.rank for a in self.adapters if a.rank is not None}
+
+
+class Served(Protocol):
+    """What is measured: a server, or an engine in this process. All methods raise MloraError."""
+
+    url: str
+
+    async def fleet(self, base_name: str | None = None) -> Fleet:
+        """Base and adapters, with what is known of each."""
+        ...
+
+    async def drive(self, requests: Sequence[PlannedRequest], load: Load) -> LoadResult:
+        """Send every request and wait for every answer; a failed one is a record, never a raise."""
+        ...
+
+    async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
+        """Load an adapter, or with `inplace` replace it."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        ...
+
+    async def evict(self, name: str, *, cold: bool = False) -> None:
+        """Move an adapter to host memory, or out of it too."""
+        ...
 
 
 def raise_file_limit() -> None:
@@ -133,6 +154,10 @@ class Target:
             hint=f"it lists: {', '.join(str(card['id']) for card in cards[:5])}",
         )
 
+    async def drive(self, requests: Sequence[PlannedRequest], load: Load) -> LoadResult:
+        """Put a load on the server."""
+        return await run_load(self, requests, load)
+
     async def load(self, name: str, path: str, *, inplace: bool = False) -> None:
         """vLLM's route to load, or with `inplace` to replace, an adapter. Raises MloraError."""
         body: dict[str, Any] = {"lora_name": name, "lora_path": path}
@@ -188,18 +213,6 @@ def error_of(status: int, raw: bytes, where: str) -> MloraError:
     if status in (401, 403):
         return BadInput(message, hint="give a key: --api-key or MLORA_API_KEY")
     return Unreachable(message) if status >= 500 else BadInput(message)
-
-
-def error_message(raw: bytes) -> str:
-    """The message in an error body, OpenAI's or FastAPI's; empty where there is none."""
-    try:
-        value = json.loads(raw)
-    except ValueError:
-        return ""
-    found = value.get("error", value) if isinstance(value, dict) else value
-    if isinstance(found, dict):
-        found = found.get("message") or found.get("detail") or ""
-    return " ".join(found.split())[:500] if isinstance(found, str) else ""
 
 
 def _is_card(value: object) -> bool:

@@ -20,15 +20,28 @@ if TYPE_CHECKING:
     from multilora_cli.cli.bench_options import BenchOptions
 
 
+# Typer has its own copy of click or the real one, by its version: this is the error of both.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+
+
 class _DefaultRun(TyperGroup):
-    """`mlora bench FLEET ...` is `mlora bench run FLEET ...`, --offline is `offline`."""
+    """`mlora bench FLEET ...` is `mlora bench run FLEET ...`; --offline is `offline` where no
+    FLEET is named, and a flag of `run` where one is."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--offline" in args:
+        if "--offline" in args and not self._names_a_fleet(ctx, args):
             args = ["offline", *(arg for arg in args if arg != "--offline")]
         elif not args or args[0] not in self.commands:
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def _names_a_fleet(self, ctx: Any, args: list[str]) -> bool:
+        """Whether these are flags of `run` with a fleet file, and none of `offline`."""
+        try:
+            found, _, _ = self.commands["run"].make_parser(ctx).parse_args(list(args))
+        except _USAGE_ERROR:
+            return False
+        return found.get("fleet") is not None
 
 
 app = typer.Typer(cls=_DefaultRun, no_args_is_help=False)
@@ -46,6 +59,7 @@ def bench() -> None:
 def run(
     ctx: typer.Context,
     fleet: FleetArgument = None,
+    offline: flags.Offline = False,
     url: flags.Url = None,
     heterogeneous: flags.Heterogeneous = False,
     preset: flags.Preset = None,
@@ -76,13 +90,15 @@ def run(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Measure a server under heterogeneous loads. Without --url it starts its own and stops it.
+    """Measure a server under heterogeneous loads. Without --url it starts its own and stops it;
+    with --offline it drives the engine of FLEET in this process, without HTTP and text.
 
     Loads take turns (A/B/A/B), so that a drifting machine does not decide; every load has prompts
     of its own, so that no prefix cache answers.
 
-    Other forms, each with its own --help: mlora bench --offline (the engine alone), compare A.json
-    B.json, dummy FOLDER (a fleet of random weights), front (the front process alone), selftest.
+    Other forms, each with its own --help: mlora bench --offline (the engine's steps over random
+    weights, no FLEET), compare A.json B.json, dummy FOLDER (a fleet of random weights), front (the
+    front process alone), selftest.
 
     Example: mlora bench fleet.example.yaml --heterogeneous --report bench.html
     """

@@ -10,6 +10,9 @@ import typer
 Url = Annotated[
     str | None, typer.Option("--url", help="A running server, of any make. Default: our own.")
 ]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="The engine of FLEET in this process, without HTTP.")
+]
 Heterogeneous = Annotated[
     bool, typer.Option("--heterogeneous", help="Base, identical, skewed, uniform, distinct.")
 ]
@@ -70,7 +73,12 @@ Commit = Annotated[
 
 # ---- the engine without HTTP
 
-OfflineModel = Annotated[str, typer.Option(help="A shape by name, or a folder with a config.json.")]
+OfflineModel = Annotated[
+    str | None,
+    typer.Option(
+        help="A shape by name, or a folder with a config.json. Default: llama-3-8b, tiny on a CPU."
+    ),
+]
 OfflineSettings = Annotated[
     str, typer.Option(help="Who is asked: base, one, distinct, mixed, pool.")
 ]

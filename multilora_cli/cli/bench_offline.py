@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def offline(
-    model: flags.OfflineModel = "llama-3-8b",
+    model: flags.OfflineModel = None,
     settings: flags.OfflineSettings = "base,one,distinct,mixed,pool",
     quantization: flags.OfflineQuantization = "none",
     batch: flags.OfflineBatch = "1,16,64,256",
@@ -60,6 +60,7 @@ def offline(
 
     check_writable(output, "--output")
     console = Console(as_json=as_json, quiet=quiet)
+    model = model or _usual_model(console, device)
     batches = _numbers("--batch", batch)
     inputs, outputs = parse_lengths(lengths, 1, 0)
     bench = _Bench(
@@ -305,6 +306,16 @@ def _show(console: Console, records: "Sequence[dict[str, Any]]") -> None:
             console.table(columns, rows, title=title)
             console.line()
     console.value(list(records))
+
+
+def _usual_model(console: Console, device: str) -> str:
+    """An 8B where a card can run it; on a CPU a step of one would take seconds."""
+    from multilora_cli.sizing.hardware import local_card
+
+    if device != "cpu" and local_card() is not None:
+        return "llama-3-8b"
+    console.note("on a CPU the shape tiny is measured; another one: --model llama-3-8b")
+    return "tiny"
 
 
 def _card(name: str | None, device: str) -> "Gpu | None":

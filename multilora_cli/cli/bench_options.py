@@ -14,6 +14,7 @@ class BenchOptions:
     """The flags of the command; None takes the preset's own."""
 
     fleet: Path | None
+    offline: bool
     url: str | None
     preset: "Preset"
     trace: Path | None
@@ -46,7 +47,26 @@ class BenchOptions:
         known: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(cls)}
         preset = pick_preset(flags["preset"], flags["heterogeneous"], flags["trace"])
         rate = parse_rate(flags["rate"])
-        return cls(**known | {"preset": preset, "rate": rate, "arguments": tuple(arguments)})
+        options = cls(**known | {"preset": preset, "rate": rate, "arguments": tuple(arguments)})
+        if options.offline:
+            options.check_offline()
+        return options
+
+    def check_offline(self) -> None:
+        """Refuse what only a server has. Raises BadInput."""
+        from multilora_cli.errors import BadInput
+
+        given = {
+            "--url": self.url is not None,
+            "--against": self.against is not None,
+            "--prompts": self.prompts != "ids",
+            "--preset churn": self.preset == "churn",
+        }
+        for flag, is_given in given.items():
+            if is_given:
+                raise BadInput(
+                    f"{flag}: needs a server, and --offline measures the engine without one"
+                )
 
 
 def pick_preset(preset: str | None, heterogeneous: bool, trace: Path | None = None) -> "Preset":

@@ -10,7 +10,8 @@ from multilora_cli.cli.console import Console
 if TYPE_CHECKING:
     from multilora_cli.bench.arms import Program
     from multilora_cli.bench.campaign import Pass, Side
-    from multilora_cli.bench.target import Adapter, Fleet, PromptStyle, Target
+    from multilora_cli.bench.prompts import PromptStyle
+    from multilora_cli.bench.target import Adapter, Fleet, Target
 
 
 async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]:
@@ -54,7 +55,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
 
 def check_style(text: str) -> "PromptStyle":
     """How prompts are sent. Raises BadInput."""
-    from multilora_cli.bench.target import PATHS
+    from multilora_cli.bench.prompts import PATHS
     from multilora_cli.errors import BadInput
 
     for style in PATHS:
@@ -70,7 +71,12 @@ async def _sides(
 
     from multilora_cli.bench.campaign import Side
     from multilora_cli.bench.target import clean_url
+    from multilora_cli.cli.bench_own_engine import own_engine
 
+    if options.offline:
+        engine = stack.enter_context(own_engine(console, options.fleet))
+        fleet = await engine.fleet(options.model)
+        return (Side("", engine, fleet, _chosen(fleet, options.adapters_from)),)
     places = []
     if options.against is not None:  # checked before a server of our own is started
         url = clean_url(options.against, "--against")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from multilora_cli.engine.messages import Progress, Ready
     from multilora_cli.server.launch import Hooks
 
-_PHASES = {
+PHASES = {
     "base": "finding the base",
     "adapters": "reading adapter headers",
     "import": "starting PyTorch",
@@ -83,7 +83,7 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
     with console.progress("starting") as phases:
 
         def report(phase: str, done: int, total: int) -> None:
-            phases.update(_PHASES.get(phase, phase), done, total)
+            phases.update(PHASES.get(phase, phase), done, total)
 
         startup = prepare(fleet, overrides, report=report, debug=poison)
     for note in startup.notes:
@@ -112,7 +112,7 @@ class _Start:
 
     def _on_progress(self, progress: "Progress") -> None:
         if self._open:
-            phase = _PHASES.get(progress.phase, progress.phase)
+            phase = PHASES.get(progress.phase, progress.phase)
             self._phases.update(phase, progress.done, progress.total)
 
     def _on_ready(self, ready: "Ready", url: str) -> None:

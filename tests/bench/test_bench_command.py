@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multilora_cli.bench.loopback import Loopback, Script
-from multilora_cli.bench.target import error_message
+from multilora_cli.bench.stream import error_message
 from multilora_cli.cli.app import app
 from multilora_cli.cli.bench_options import parse_rate, pick_preset
 from multilora_cli.cli.bench_view import describe

@@ -13,6 +13,7 @@ from multilora_cli.bench.neutral import Shape, make_settings, make_submits
 from multilora_cli.bench.offline import Batch, Driver, Turn, figures
 from multilora_cli.bench.offline_report import Phases, bound_ms, cells_table, process_age_s
 from multilora_cli.cli.app import app
+from multilora_cli.cli.console import Console
 from multilora_cli.engine.messages import (
     AdapterRef,
     Delta,
@@ -193,6 +194,22 @@ def batch(*steps: tuple[float, Sequence[int]]) -> Batch:
     size = len({i for _, ids in steps for i in ids})
     tokens = sum(len(ids) for _, ids in steps)
     return Batch(size, tokens, turns, {"steps": len(steps), "plan_seconds": 0.5})
+
+
+def test_a_cpu_is_not_given_an_8b_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which shape is measured is said, and a named one is taken as it is."""
+    monkeypatch.setattr("multilora_cli.sizing.hardware.local_card", lambda: None)
+    arguments = [arg for arg in TINY if arg not in ("--model", "tiny")]
+    result = CliRunner().invoke(app, ["bench", "--offline", *arguments, "--settings", "base"])
+    assert result.exit_code == 0, result.output
+    assert "on a CPU the shape tiny is measured; another one: --model llama-3-8b" in result.stderr
+    assert "the shape tiny" not in offline("--settings", "base").stderr
+
+    from multilora_cli.cli.bench_offline import _usual_model
+
+    monkeypatch.setattr("multilora_cli.sizing.hardware.local_card", lambda: object())
+    assert _usual_model(Console(), "auto") == _usual_model(Console(), "cuda:0") == "llama-3-8b"
+    assert _usual_model(Console(), "cpu") == "tiny"
 
 
 def test_only_steps_in_which_all_decode_are_timed() -> None:
