@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multilora_cli.errors import ModelError, Unreachable
+from multilora_cli.errors import ModelError
 from multilora_cli.fleet.load import LoadedFleet
 
 if TYPE_CHECKING:
@@ -83,16 +83,7 @@ def fetch_config(loaded: LoadedFleet) -> Path:
     folder = local_base(loaded)
     if folder is not None:
         return folder
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from multilora_cli.models import hub
 
     base = loaded.fleet.base
-    try:
-        path = hf_hub_download(base.model, "config.json", revision=base.revision)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise Unreachable(
-            f"base.model: {base.model}: config.json cannot be had from the Hub: {reason}",
-            hint="name a local folder, or check the id, the network and HF_TOKEN",
-        ) from None
-    return Path(path).parent
+    return hub.fetch_config(base.model, base.revision)

@@ -2,20 +2,26 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -27,9 +33,11 @@ from multilora_cli.models.checkpoint import INDEX_NAME, SINGLE_NAME, Report, rea
 
 logger = logging.getLogger(__name__)
 
+ANSWER_S = 2.0  # for the Hub to answer a look at a small file, before the cache is taken
+_CONFIG = "config.json"
 _MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _SMALL_FILES = (
-    "config.json",
+    _CONFIG,
     "generation_config.json",
     "tokenizer*.json",
     "tokenizer.model",
@@ -62,10 +70,7 @@ def fetch_model(
     `cache` and `endpoint` default to huggingface-hub's own. Raises ModelError (no such model,
     revision or access) or Unreachable.
     """
-    if not _MODEL_ID.fullmatch(model_id):
-        raise ModelError(
-            f"{quoted(model_id)}: neither an existing folder nor a Hub id such as org/name"
-        )
+    _check_id(model_id)
     with _hub_errors(model_id, revision):
         source = _Source(model_id, cache, endpoint)
         # The first call resolves the revision; the second asks for that very commit.
@@ -77,6 +82,78 @@ def fetch_model(
         raise ModelError(f"{model_id}: {missing[0]} is neither on the Hub nor in the local cache")
     logger.info("model %s at commit %s in %s", model_id, folder.name, folder)
     return folder
+
+
+def fetch_config(
+    model_id: str,
+    revision: str | None = None,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """A folder with the config.json of a Hub model, and nothing more of it.
+
+    A Hub that does not answer within ANSWER_S is not asked again: what the local cache has is
+    taken. Raises ModelError (no such model, revision or access) or Unreachable.
+    """
+    _check_id(model_id)
+    answers = _Deadline(lambda: _look_up(model_id, revision, endpoint)).result()
+    with _hub_errors(model_id, revision):
+        if isinstance(answers, Exception) and not _is_silence(answers):
+            raise answers
+        try:
+            path = hf_hub_download(
+                model_id, _CONFIG, revision=revision, cache_dir=cache, endpoint=endpoint,
+                local_files_only=answers is not None,
+            )  # fmt: skip
+        except LocalEntryNotFoundError:
+            raise Unreachable(
+                f"{model_id}: the Hub does not answer, and the local cache has no {_CONFIG} of it",
+                hint=f"name a folder with its {_CONFIG} as base.model, or fetch that where there"
+                f" is a network: hf download {model_id} {_CONFIG}",
+            ) from None
+    return Path(path).parent
+
+
+def _look_up(model_id: str, revision: str | None, endpoint: str | None) -> None:
+    """Ask for config.json once. Raises what huggingface-hub raises."""
+    url = hf_hub_url(model_id, _CONFIG, revision=revision, endpoint=endpoint)
+    get_hf_file_metadata(url, timeout=ANSWER_S, endpoint=endpoint)
+
+
+def _is_silence(error: Exception) -> bool:
+    """Whether there was no answer, or a busy one, rather than a no."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return isinstance(error, OfflineModeIsEnabled | TimeoutError | OSError | _HTTP_ERROR)
+
+
+class _Deadline:
+    """Work in a thread of its own that is given ANSWER_S: looking up a name cannot be ended."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._run, name="hub-look-up", daemon=True)
+
+    def result(self) -> Exception | None:
+        """What it raised, TimeoutError where it did not end; None: it did."""
+        self._thread.start()
+        self._thread.join(ANSWER_S)
+        return TimeoutError() if self._thread.is_alive() else self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+
+
+def _check_id(model_id: str) -> None:
+    if not _MODEL_ID.fullmatch(model_id):
+        raise ModelError(
+            f"{quoted(model_id)}: neither an existing folder nor a Hub id such as org/name"
+        )
 
 
 @contextmanager
@@ -95,6 +172,11 @@ def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
         raise ModelError(
             f"{model_id}: no such model on the Hub, or no access to it",
             hint="for a private model log in with `hf auth login`, or set HF_TOKEN",
+        ) from None
+    except RemoteEntryNotFoundError:
+        raise ModelError(
+            f"{model_id}: the Hub has a file of it less than a model in Hugging Face format needs",
+            hint="is it a GGUF or another format? name a safetensors repository",
         ) from None
     except HFValidationError as error:
         raise ModelError(f"{model_id}: {error}") from None

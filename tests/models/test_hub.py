@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import socket
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any, ClassVar
 import pytest
 
 from multilora_cli.errors import ModelError, Unreachable
-from multilora_cli.models.hub import commit_of, fetch_model
+from multilora_cli.models import hub as hub_module
+from multilora_cli.models.hub import commit_of, fetch_config, fetch_model
 from tests.models import tiny
 
 COMMIT = "c0ffee" + "0" * 34
@@ -196,3 +199,45 @@ def test_commit_of_other_folders(tmp_path: Path) -> None:
     """Only snapshots have one."""
     assert commit_of(tmp_path) is None
     assert commit_of(tmp_path / "snapshots" / "main") is None
+
+
+def test_a_plan_fetches_config_alone(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fetch_config(NAME, COMMIT, cache=tmp_path, endpoint=hub)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert FakeHub.requested == ["config.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeHub, "status", 404)
+        patch.setattr(FakeHub, "error_code", "EntryNotFound")
+        with pytest.raises(ModelError, match="a file of it less"):
+            fetch_config(NAME, "main", cache=tmp_path, endpoint=hub)
+        patch.setattr(FakeHub, "status", 503)  # busy: what is here is taken
+        assert fetch_config(NAME, COMMIT, cache=tmp_path, endpoint=hub) == folder
+    with pytest.raises(ModelError, match="no such model"):
+        fetch_config("acme/other", cache=tmp_path, endpoint=hub)
+    with pytest.raises(ModelError, match="neither an existing folder"):
+        fetch_config("a/b/c")
+
+
+@pytest.mark.parametrize("silence", ["nobody listens", "no answer", "no address"])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    silence: str, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The retries of huggingface-hub took 20 s; a look-up of a name cannot be ended."""
+    fetch_config(NAME, COMMIT, cache=tmp_path / "filled", endpoint=hub)
+    monkeypatch.setattr(hub_module, "ANSWER_S", 0.5)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if silence != "nobody listens":
+            listener.listen()
+        if silence == "no address":
+            monkeypatch.setattr(hub_module, "_look_up", lambda *_: time.sleep(5))
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(Unreachable) as caught:
+            fetch_config(NAME, cache=tmp_path / "empty", endpoint=endpoint)
+        assert "does not answer" in caught.value.message and "\n" not in caught.value.message
+        assert f"hf download {NAME} config.json" in (caught.value.hint or "")
+        folder = fetch_config(NAME, COMMIT, cache=tmp_path / "filled", endpoint=endpoint)
+        assert folder.name == COMMIT and time.monotonic() - began < 3
