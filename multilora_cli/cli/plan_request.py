@@ -17,7 +17,7 @@ from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import open_checkpoint
 from multilora_cli.models.quantized_tensors import find_linears
 from multilora_cli.server.config import ServerConfig
-from multilora_cli.sizing.budget import base_bytes
+from multilora_cli.sizing.budget import CONTEXT_BYTES, base_bytes
 from multilora_cli.sizing.device import check_context
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.hardware import Gpu
@@ -146,15 +146,17 @@ def _available(
     """
     memory = loaded.fleet.memory
     if memory.device_bytes is not None:
-        if card is not None and memory.device_bytes > card.memory_bytes:
+        if card is not None and memory.device_bytes > card.memory_bytes - CONTEXT_BYTES:
             raise Refused(
                 f"memory.device_bytes: {format_size(memory.device_bytes)} asked for, {card.name}"
-                f" has {format_size(card.memory_bytes)}",
+                f" has {format_size(card.memory_bytes)}, of which the CUDA context takes"
+                f" {format_size(CONTEXT_BYTES)}",
                 hint="ask for less, or leave it out: memory.device_fraction then decides",
             )
         return memory.device_bytes
     if card is not None:
-        return int(card.memory_bytes * memory.device_fraction)
+        share = int(card.memory_bytes * memory.device_fraction)
+        return min(share, card.memory_bytes - CONTEXT_BYTES)
     return base_bytes(geometry, itemsize, quantization).total + _CPU_POOL
 
 

@@ -10,7 +10,16 @@ from multilora_cli.sizing.trace import TraceForecast
 from multilora_cli.units import format_duration, format_size
 
 MAX_ROWS = 20  # adapters shown; the rest are summed up, and --json has them all
-_BAR = 32
+_BAR = 24
+_BARRED = ("weights", "pool")
+_NOTES = {
+    "workspace": "scratch of the largest step",
+    "tables": "where the blocks of adapters lie",
+    "graphs": "captured steps",
+    "lists": "work lists of the LoRA kernels",
+    "extras": "steps captured for DoRA and biases",
+    "unused": "less than a page",
+}
 _NARROW = 100  # columns of a terminal below which keys are headed by their last part
 
 
@@ -22,27 +31,46 @@ def show_plan(console: Console, plan: FleetPlan) -> None:
     show_bounds(console, plan)
     for warning in plan.warnings:
         console.line(f"note: {warning}")
+    show_verdict(console, plan)
+
+
+def show_verdict(console: Console, plan: FleetPlan) -> None:
+    """Whether it fits, which is what was asked: the last lines, where a terminal ends."""
     for problem in plan.problems:
         console.line(f"does not fit: {problem}")
+    if plan.problems:
+        return
+    total, hot = len(plan.adapters), plan.hot_together
+    which = f"all {total:,}" if hot == total else f"{hot:,} of {total:,}"
+    adapters = f"{which} adapters on the device at once, and beside them " if total else ""
+    console.line(
+        f"fits: {adapters}{plan.kv_tokens:,} tokens of KV, which are {plan.sequences:,} sequences"
+        f" of {plan.max_model_len:,} tokens"
+    )
 
 
 def show_budget(console: Console, plan: FleetPlan) -> None:
     """Device memory by part, as a bar and a table."""
     parts = {**plan.memory.parts(), "unused": _unused(plan)}
+    card = f" of {format_size(plan.card_bytes)}" if plan.card_bytes else ""
     console.line(
-        f"{plan.model} ({plan.storage}) on {plan.gpu}: {format_size(plan.available_bytes)} to use"
+        f"{plan.model} ({plan.storage}) on {plan.gpu}:"
+        f" {format_size(plan.available_bytes)}{card} to use"
     )
-    rows = [(name, size, True) for name, size in parts.items()]
+    rows = list(parts.items())
     rows[1:1] = [
-        ("  linears", plan.base.linears, False),
-        ("  embedding and head", plan.base.embedding + plan.base.head, False),
+        ("  linears", plan.base.linears),
+        ("  embedding and head", plan.base.embedding + plan.base.head),
     ]
     total = plan.available_bytes
-    cells = [(name, format_size(size), f"{size / total:.1%}") for name, size, _ in rows]
+    cells = [(name, format_size(size), f"{size / total:.1%}") for name, size in rows]
     columns: tuple[str, ...] = ("memory", "size", "share")
     if console.interactive:
-        bars = ["█" * round(_BAR * size / total) if whole else "" for _, size, whole in rows]
-        console.table((*columns, ""), [(*cell, bar) for cell, bar in zip(cells, bars, strict=True)])
+        last = [
+            "█" * round(_BAR * size / total) if name in _BARRED else _NOTES.get(name, "")
+            for name, size in rows
+        ]
+        console.table((*columns, ""), [(*cell, bar) for cell, bar in zip(cells, last, strict=True)])
     else:
         console.table(columns, cells)
     pages = plan.memory.num_pages
@@ -50,6 +78,12 @@ def show_budget(console: Console, plan: FleetPlan) -> None:
         f"pool: {pages:,} pages of {format_size(plan.memory.page_bytes)} (KV of 16 tokens each);"
         f" adapters may take {plan.adapter_pages:,}"
     )
+    if plan.card_bytes:
+        left = plan.card_bytes - plan.available_bytes
+        console.line(
+            f"outside: {format_size(left)} are left alone; the CUDA context takes about"
+            f" {format_size(plan.context_bytes)} of them"
+        )
 
 
 def show_adapters(console: Console, plan: FleetPlan) -> None:
@@ -79,9 +113,8 @@ def show_adapters(console: Console, plan: FleetPlan) -> None:
     columns = ("adapter", "rank", "modules", "size", "pages", "waste")
     console.table(columns, rows, spare=("waste", "modules"))
     console.line(
-        f"{plan.hot_together:,} of {len(plan.adapters):,} adapters fit on the device at once; then"
-        f" {plan.kv_tokens:,} tokens of KV are left, {plan.sequences:,} sequences of full length;"
-        f" all adapters warm take {format_size(plan.warm_bytes)} of host memory"
+        f"in host memory all adapters take {format_size(plan.warm_bytes)};"
+        f" memory.host_adapters allows {format_size(plan.host_bytes)}"
     )
 
 
@@ -102,15 +135,16 @@ def show_ranks(console: Console, plan: FleetPlan) -> None:
             row.rank,
             row.targets,
             format_size(row.cost.weight_bytes),
-            row.cost.num_pages,
-            row.fit_hot,
-            row.fit_warm,
+            f"{row.cost.num_pages:,}",
+            f"{row.fit_hot:,}",
+            f"{row.fit_warm:,}",
             "-" if row.load_ms is None else format_duration(row.load_ms / 1000),
         )
         for row in plan.per_rank
     ]
-    columns = ("rank", "targets", "size", "pages", "fit hot", "fit warm", "load")
-    console.table(columns, rows, title="Adapters of one rank")
+    columns = ("rank", "targets", "size", "pages", "fit on device", "fit in host", "load")
+    title = "Adapters of one rank: how many fit, and how long one takes from host memory"
+    console.table(columns, rows, title=title)
 
 
 def show_bounds(console: Console, plan: FleetPlan) -> None:
@@ -129,8 +163,10 @@ def show_bounds(console: Console, plan: FleetPlan) -> None:
     ]
     columns = ("batch", "base", "with distinct adapters", "tokens/s at most", "expected")
     console.table(columns, rows, title="Least time of a decode step at 1,024 tokens of context")
-    for source in sorted({row.expected_from for row in plan.bounds}):
-        console.line(f"expected tokens/s: {source}")
+    told = {row.expected_from: row.expected_tokens_s is not None for row in plan.bounds}
+    for source, is_measured in sorted(told.items()):
+        how = "tokens/s at most x the share of it that this engine reached, " if is_measured else ""
+        console.line(f"expected: {how}{source}")
     console.line(f"prefill of 1,024 tokens: {_step(plan.prefill_ms)} at least")
     if plan.break_even:
         console.line(

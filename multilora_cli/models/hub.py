@@ -175,7 +175,7 @@ def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
         ) from None
     except RemoteEntryNotFoundError:
         raise ModelError(
-            f"{model_id}: the Hub has a file of it less than a model in Hugging Face format needs",
+            f"{model_id}: not a model in Hugging Face format: a file it needs is not on the Hub",
             hint="is it a GGUF or another format? name a safetensors repository",
         ) from None
     except HFValidationError as error:

@@ -8,7 +8,13 @@ from typing import Any
 from multilora_cli.errors import Refused
 from multilora_cli.fleet.schema import Fleet
 from multilora_cli.sizing.bound import break_even, decode_bound, load_seconds, prefill_seconds
-from multilora_cli.sizing.budget import BaseBytes, MemoryPlan, base_bytes, num_slots
+from multilora_cli.sizing.budget import (
+    CONTEXT_BYTES,
+    BaseBytes,
+    MemoryPlan,
+    base_bytes,
+    num_slots,
+)
 from multilora_cli.sizing.device import StepSizes, cut_device
 from multilora_cli.sizing.efficiency import Step, measured, nearest
 from multilora_cli.sizing.geometry import ModelGeometry
@@ -112,6 +118,9 @@ class FleetPlan:
     bounds: tuple[BoundRow, ...]
     prefill_ms: float | None  # of CONTEXT tokens
     break_even: int  # distinct adapters whose bytes equal the base's
+    max_model_len: int  # tokens of a sequence of full length
+    card_bytes: int | None = None  # of the whole card; None: a CPU
+    context_bytes: int = 0  # that the driver takes of it beside `available_bytes`
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     schema: str = field(default=SCHEMA)
@@ -193,6 +202,9 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
         bounds=tuple(_bounds(request, base, costs)) if gpu else (),
         prefill_ms=_prefill_ms(request, gpu) if gpu else None,
         break_even=break_even(base, _mean(costs)),
+        max_model_len=request.max_model_len,
+        card_bytes=gpu.memory_bytes if gpu else None,
+        context_bytes=CONTEXT_BYTES if gpu else 0,
         warnings=(*request.notes, *_warnings(request, planned, allowed)),
         problems=tuple(_problems(request, planned, allowed, memory)),
     )

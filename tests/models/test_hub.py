@@ -210,7 +210,7 @@ def test_a_plan_fetches_config_alone(
     with monkeypatch.context() as patch:
         patch.setattr(FakeHub, "status", 404)
         patch.setattr(FakeHub, "error_code", "EntryNotFound")
-        with pytest.raises(ModelError, match="a file of it less"):
+        with pytest.raises(ModelError, match="not a model in Hugging Face format"):
             fetch_config(NAME, "main", cache=tmp_path, endpoint=hub)
         patch.setattr(FakeHub, "status", 503)  # busy: what is here is taken
         assert fetch_config(NAME, COMMIT, cache=tmp_path, endpoint=hub) == folder
