@@ -1,21 +1,28 @@
 """Device memory by part. The engine allocates from these numbers and `plan` prints them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from multilora_cli.errors import Refused
 from multilora_cli.sizing.geometry import ModelGeometry, projection_name
-from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_cli.sizing.pages import TARGETS, adapter_cost, kv_page_bytes, uniform_ranks
 from multilora_cli.sizing.quantization import NONE, Quantization
 from multilora_cli.units import format_size
-from multilora_kernels.layout import GROUPS, MATRICES, MODULES, TOKENS_PER_PAGE
+from multilora_kernels.layout import (
+    GROUPS,
+    MATRICES,
+    MODULES,
+    TOKENS_PER_PAGE,
+    Extras,
+    chunk_length,
+)
 
 # Adapters loaded at run time find room in the table up to this many beside the fleet's own.
 _SPARE_SLOTS = 64
 _MIN_SLOTS = 256
 _MAX_SLOTS = 4096
-# Full blocks take an eighth of a page; adapters of rank 8 and less have twice as many.
-_BLOCKS_PER_PAGE = 16
+_SMALL_RANK = 8  # the narrowest tile: lower ranks take as much
 
 # Decode steps that are captured, in rows; a step runs as the next larger one, its spare rows idle.
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -45,7 +52,8 @@ _MATRIX_FIELDS = 4  # per slot and matrix of embedding or head (multilora_kernel
 
 # The adapter table holds 8 bytes an entry and three entries a block, since tiles of different
 # modules share one cell size (multilora_kernels.table).
-TABLE_BYTES_PER_BLOCK = 3 * 8
+ENTRIES_PER_BLOCK = 3
+TABLE_BYTES_PER_BLOCK = ENTRIES_PER_BLOCK * 8
 
 
 @dataclass(frozen=True)
@@ -236,9 +244,26 @@ def num_slots(num_adapters: int) -> int:
     return 1 + min(max(num_adapters + _SPARE_SLOTS, _MIN_SLOTS), _MAX_SLOTS)
 
 
-def max_blocks(pool_bytes: int, page_bytes: int) -> int:
-    """Blocks of all adapters that a pool could hold: the capacity of the adapter table."""
-    return _BLOCKS_PER_PAGE * max(pool_bytes // page_bytes, 1)
+def max_blocks(geometry: ModelGeometry, itemsize: int, pool_bytes: int, page_bytes: int) -> int:
+    """Blocks of all adapters that a pool could hold: the capacity of the adapter table.
+
+    Enough for a pool full of what has the most rank tiles a page: adapters of rank 8 with DoRA, on
+    attention or on all projections. That is 32 blocks a page of an 8B, and 75 of Qwen2.5-7B, whose
+    pages are small.
+    """
+    chunk = chunk_length(page_bytes, itemsize)
+    width = max(
+        -(-d_in // chunk) - (-d_out // chunk) for d_in, d_out in geometry.module_shapes.values()
+    )
+    per_page = 0.0
+    for modules in TARGETS.values():
+        ranks = uniform_ranks(geometry, _SMALL_RANK, modules)
+        vectors = Extras(frozenset((layer, name, "scale") for layer, name in ranks))
+        cost = adapter_cost(geometry, ranks, page_bytes, itemsize, vectors)
+        cells = 2 * len(modules)  # a tile and a vector of each
+        per_page = max(per_page, cells * geometry.num_layers * width / cost.num_pages)
+    pages = max(pool_bytes // page_bytes, 1)
+    return math.ceil(per_page * pages / ENTRIES_PER_BLOCK)
 
 
 def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int:

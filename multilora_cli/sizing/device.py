@@ -118,7 +118,7 @@ def cut_device(
     size = pool if pool is not None else available
     if size is None:
         raise ValueError("either what is available or the pool's size must be given")
-    blocks = max_blocks(size, kv_page_bytes(geometry, kv_itemsize))
+    blocks = max_blocks(geometry, itemsize, size, kv_page_bytes(geometry, kv_itemsize))
     tables = table_bytes(geometry, step.num_slots, blocks)
     if pool is not None:
         size = pool + tables + sum(fixed.values())

@@ -139,7 +139,9 @@ def fake_engine(
     decoder = Decoder(cut, torch.bfloat16, CARD, _SOURCES[storage](geometry))
     page, pages = kv_page_bytes(cut, 2), 64
     pool = torch.empty(pages, page, dtype=torch.uint8, device=CARD)
-    table = AdapterTable(9, num_layers, cut.module_shapes, max_blocks(pages * page, page), CARD)
+    table = AdapterTable(
+        9, num_layers, cut.module_shapes, max_blocks(cut, 2, pages * page, page), CARD
+    )
     table.settle(page, 2)
     segments = Segments(max_tokens, CARD, max_rank=64)
     segments.reserve(table)

@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
 
 from multilora_cli.demo import demo_base_path
+from multilora_cli.sizing.budget import max_blocks
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config, read_geometry
 from multilora_cli.sizing.pages import TARGETS, adapter_cost, kv_page_bytes, uniform_ranks
+from multilora_kernels.layout import Extras, plan_image
+from multilora_kernels.table import AdapterTable
 
 
 def geometry(
@@ -53,6 +57,29 @@ def test_at_most_three_percent_beside_the_last_page(
     for rank in (16, 32, 64, 128):
         share, pages = waste(GEOMETRIES[name], rank, targets, kv_itemsize)
         assert share <= max(0.03, 1 / pages), (name, rank, share, pages)
+
+
+@pytest.mark.parametrize("kv_itemsize", [2, 1], ids=["BF16 KV", "FP8 KV"])
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_the_table_holds_what_the_pages_hold(name: str, targets: str, kv_itemsize: int) -> None:
+    """A pool full of adapters of the lowest ranks, with DoRA, meets no full table first."""
+    model = GEOMETRIES[name]
+    page = kv_page_bytes(model, kv_itemsize)
+    ranks = uniform_ranks(model, 4, TARGETS[targets])
+    vectors = Extras(frozenset((layer, module, "scale") for layer, module in ranks))
+    plan = plan_image(ranks, model.module_shapes, page, 2, vectors)
+    count = 12
+    table = AdapterTable(
+        count + 1,
+        model.num_layers,
+        model.module_shapes,
+        max_blocks(model, 2, count * plan.num_pages * page, page),
+        torch.device("cpu"),
+    )
+    for slot in range(1, count + 1):
+        assert table.can_hold(plan), slot
+        table.set(slot, plan, range((slot - 1) * plan.num_pages, slot * plan.num_pages))
 
 
 @pytest.mark.parametrize("kv_itemsize", [2, 1], ids=["BF16 KV", "FP8 KV"])
