@@ -18,6 +18,7 @@ _NOTES = {
     "graphs": "captured steps",
     "lists": "work lists of the LoRA kernels",
     "extras": "steps captured for DoRA and biases",
+    "margin": "left over in torch's segments",
     "unused": "less than a page",
 }
 _NARROW = 100  # columns of a terminal below which keys are headed by their last part

@@ -162,7 +162,7 @@ class _Assembly:
         if device.type == "cuda":
             self.table.settle(self.pool.page_bytes, self.allocation.dtype.itemsize)
             segments.reserve(self.table)
-            with decoder.few_layers():
+            with self.meter.part("workspace"), decoder.few_layers():  # what libraries get once
                 self._compile(decoder)
                 self._warm_up(decoder, self._report_steps)
         self.graph_memory: GraphMemory | None = None
@@ -247,14 +247,16 @@ class _Assembly:
             return found
         found |= self.meter.parts
         found["lists"] = self.builder.segments.nbytes
-        outside = self.meter.outside()
+        in_driver = 0
         if self.graph_memory is not None:
-            memory = self.graph_memory
-            fixed = sum(graphs.nbytes for graphs in self.graphs)
-            found["graphs"] = fixed + memory.pool_bytes + memory.driver_bytes
-            outside = None if outside is None else outside - memory.driver_bytes
+            memory, in_driver = self.graph_memory, self.graph_memory.driver_bytes
+            found["graphs"] = sum(graphs.nbytes for graphs in self.graphs) + memory.pool_bytes
+        found["margin"] = self.meter.kept - sum(found.values())
+        if in_driver:
+            found["graphs"] += in_driver
+        outside = self.meter.outside()
         if outside is not None:
-            found["context"] = outside
+            found["context"] = outside - in_driver
         return found
 
 

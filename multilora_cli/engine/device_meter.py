@@ -3,9 +3,9 @@
     meter = DeviceMeter(device)       # before this process has a context there
     with meter.part("weights"):       # what stays allocated
         ...
-    with meter.peak("workspace"):     # what is asked for in between
+    with meter.peak("workspace"):     # what there is at once in between
         ...
-    meter.parts, meter.outside()
+    meter.parts, meter.kept, meter.outside()
 
 On a CPU nothing is measured: the parts stay empty.
 """
@@ -22,6 +22,7 @@ class DeviceMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.parts: dict[str, int] = {}
+        self.kept = 0  # the most that torch kept during `peak`, reserves included
         self._device = device if device.type == "cuda" else None
         self._others = _used(device)
 
@@ -34,17 +35,16 @@ class DeviceMeter:
 
     @contextmanager
     def peak(self, name: str) -> Iterator[None]:
-        """The most that torch kept within the block beyond what it cannot do without before it.
-
-        Kept, not allocated: what lies unused in its segments is missing elsewhere.
-        """
+        """The most that tensors hold at once within the block beyond what they held before it."""
         if self._device is None:
             yield
             return
-        before, _ = settled_bytes(self._device)
+        settled_bytes(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
         yield
-        self._note(name, torch.cuda.max_memory_reserved(self._device) - before)
+        self._note(name, torch.cuda.max_memory_allocated(self._device) - before)
+        self.kept = max(self.kept, torch.cuda.max_memory_reserved(self._device))
 
     def outside(self) -> int | None:
         """What the driver counts for this process beside torch's books: context, kernels, graphs.

@@ -13,6 +13,8 @@ _UNIT = 512
 _SMALL = 2**20
 _SMALL_PAGE = 2 * 2**20
 _LARGE_PAGE = 20 * 2**20
+# What the stretches of other tensors leave unused at their ends, and small holes between them.
+ENDS = 2 * _LARGE_PAGE
 
 
 @dataclass(eq=False)
@@ -31,6 +33,8 @@ class Allocator:
 
     def __init__(self) -> None:
         self._small, self._large = _Stretch(_SMALL_PAGE), _Stretch(_LARGE_PAGE)
+        self._live = 0
+        self.peak = 0  # bytes of the tensors that were there at once
 
     @property
     def kept(self) -> int:
@@ -42,12 +46,15 @@ class Allocator:
         size = -(-size // _UNIT) * _UNIT
         if not size:
             return None
+        self._live += size
+        self.peak = max(self.peak, self._live)
         return (self._small if size <= _SMALL else self._large).take(size)
 
     def give(self, *blocks: Block | None) -> None:
         """The tensors are gone."""
         for block in blocks:
             if block is not None:
+                self._live -= block.size
                 block.owner.give(block)
 
 

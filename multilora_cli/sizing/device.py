@@ -134,8 +134,10 @@ def _on_card(
     geometry, steps = scratch.geometry, step.captured_steps
     captured = scratch.captured(steps.in_order()) if steps.rows else 0
     graphs = fixed_graph_bytes(geometry, steps, step.max_context) + captured
+    workspace, margin = scratch.eager(step.max_tokens, step.max_seqs)
     return {
-        "workspace": scratch.eager(step.max_tokens, step.max_seqs),
+        "workspace": workspace,
+        "margin": margin,
         "graphs": graphs + driver_graph_bytes(geometry.num_layers, steps),
         "lists": list_bytes(shapes, step.most_rows, step.max_rank, step.chip),
         "extras": driver_graph_bytes(geometry.num_layers, steps, extras=True),
@@ -155,10 +157,11 @@ def deviations(planned: Mapping[str, int], allocated: Mapping[str, int]) -> dict
     """Parts that took notably more (above 0) or less than planned, as a share of what was planned.
 
     Parts that were not measured are left out; one that was not planned at all counts as infinite.
+    Of a margin less may be used.
     """
     found: dict[str, float] = {}
     for part, got in allocated.items():
         wanted = planned.get(part, 0)
-        if abs(got - wanted) > NOTABLE * wanted:
+        if abs(got - wanted) > NOTABLE * wanted and (part != "margin" or got > wanted):
             found[part] = got / wanted - 1 if wanted else float("inf")
     return found

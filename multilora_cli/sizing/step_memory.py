@@ -7,7 +7,7 @@ own choices are known, and tests/engine/test_step_memory.py compares with what t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from multilora_cli.sizing.allocator import Allocator, Block
+from multilora_cli.sizing.allocator import ENDS, Allocator, Block
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
 from multilora_kernels.chip import Chip, tuned_table
@@ -39,12 +39,13 @@ class StepScratch:
     quantization: Quantization  # as it lies on the device
     chip: Chip
 
-    def eager(self, max_tokens: int, max_seqs: int) -> int:
-        """Bytes kept once the largest step ran and every sequence was sampled in the dearest way.
+    def eager(self, max_tokens: int, max_seqs: int) -> tuple[int, int]:
+        """The most bytes of tensors in the largest step, every sequence of it sampled in the
+        dearest way; and what torch keeps beyond them.
 
         `max_seqs` rows of `max_tokens` decode, the others are one prompt.
         """
-        memory = StepMemory(self)
+        memory = StepMemory(self, has_library=True)  # since the first steps
         hidden = memory.forward(max_tokens, max_seqs)
         rows = memory.take(max_seqs * self.geometry.hidden_size * self.itemsize)
         memory.head(max_seqs)
@@ -53,7 +54,7 @@ class StepScratch:
         memory.give(rows)
         taken += [memory.take(int(logits * share)) for share in _SAMPLING]
         memory.give(*hidden, *taken)
-        return memory.kept
+        return memory.peak + cublas_bytes(self.chip), memory.kept - memory.peak + ENDS
 
     def captured(self, steps: Sequence[tuple[int, int]]) -> int:
         """Bytes of the pool that captured steps share: (token rows, rows that decode) of each, in
@@ -67,10 +68,10 @@ class StepScratch:
 class StepMemory(Allocator):
     """The tensors of steps, one after another."""
 
-    def __init__(self, scratch: StepScratch) -> None:
+    def __init__(self, scratch: StepScratch, *, has_library: bool = False) -> None:
         super().__init__()
         self._of = scratch
-        self._has_library = False  # whether the library's scratch has been taken
+        self._has_library = has_library  # whether the library's scratch has been taken
 
     def forward(self, tokens: int, decodes: int) -> list[Block | None]:
         """A pass over some layers, which all do the same; returns what is left: hidden states."""

@@ -18,15 +18,16 @@ class Device:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated = self.reserved = self.peak = self.outside = 0
+        self.allocated = self.reserved = self.peak = self.peak_reserved = self.outside = 0
         self.has_context = False
         replaced = {
             "synchronize": lambda _: setattr(self, "has_context", True),
             "empty_cache": self.empty_cache,
             "memory_allocated": lambda _: self.allocated,
             "memory_reserved": lambda _: self.reserved,
-            "max_memory_reserved": lambda _: self.peak,
-            "reset_peak_memory_stats": lambda _: setattr(self, "peak", self.reserved),
+            "max_memory_reserved": lambda _: self.peak_reserved,
+            "max_memory_allocated": lambda _: self.peak,
+            "reset_peak_memory_stats": lambda _: self.reset(),
             "mem_get_info": lambda _: (1000 - self.used, 1000),
             "device_memory_used": lambda _: self.used,
             "graph_pool_handle": lambda: (0, 1),
@@ -38,13 +39,17 @@ class Device:
     def used(self) -> int:
         return 50 + self.reserved + (100 + self.outside if self.has_context else 0)
 
+    def reset(self) -> None:
+        self.peak, self.peak_reserved = self.allocated, self.reserved
+
     def empty_cache(self) -> None:
         self.reserved = -(-self.allocated // 10) * 10
 
     def allocate(self, size: int) -> None:
         self.allocated += size
         self.reserved = max(self.reserved, -(-self.allocated // 10) * 10)
-        self.peak = max(self.peak, self.reserved)
+        self.peak = max(self.peak, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
 
 def test_every_part_is_counted_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +64,8 @@ def test_every_part_is_counted_where_it_is_taken(monkeypatch: pytest.MonkeyPatch
         device.allocate(-65)
         device.allocate(40)
         device.allocate(-40)
-    # 510 were kept for 501, 570 at most.
-    assert meter.parts == {"weights": 300, "pool": 201, "workspace": 60}
+    assert meter.parts == {"weights": 300, "pool": 201, "workspace": 65}
+    assert meter.kept == 570, "501 and 65, in tens"
     device.outside = 7
     assert meter.outside() == 107, "what others have is theirs"
 

@@ -37,9 +37,12 @@ def test_the_largest_step(
     scratch = StepScratch(llama, 2, STORAGES[storage], chip)
     with fake_card(chip):
         decoder, builder = fake_engine(llama, storage, max_tokens, max_seqs)
-        with Trace(cublas_bytes(chip)) as trace:
+        with Trace(library=0) as trace:  # it is there since the first steps
             largest_step(decoder, builder, max_tokens, max_seqs)
-    assert scratch.eager(max_tokens, max_seqs) == pytest.approx(trace.memory.kept, CLOSE, PAGES)
+    workspace, margin = scratch.eager(max_tokens, max_seqs)
+    library = cublas_bytes(chip)
+    assert workspace == pytest.approx(trace.memory.peak + library, CLOSE)
+    assert trace.memory.kept + library <= workspace + margin
 
 
 @pytest.mark.parametrize("chip", [H200, RTX_4090], ids=lambda chip: chip.key)

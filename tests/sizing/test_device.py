@@ -20,7 +20,7 @@ def cut(step: StepSizes = STEP, quantization: Quantization = NONE, **size: int) 
 
 def test_all_parts_are_within_what_is_available() -> None:
     plan = cut(available=80 * 2**30).plan
-    parts = {"weights", "pool", "workspace", "tables", "graphs", "lists", "extras"}
+    parts = {"weights", "pool", "workspace", "tables", "graphs", "lists", "extras", "margin"}
     assert set(plan.parts()) == parts
     assert 0 <= 80 * 2**30 - sum(plan.parts().values()) < plan.page_bytes
 
@@ -65,3 +65,5 @@ def test_deviations_above_two_percent() -> None:
     assert found == {"pool": pytest.approx(0.021), "workspace": pytest.approx(-0.1),
                      "context": math.inf}  # fmt: skip
     assert deviations(planned, {"weights": 1000}) == {}
+    assert deviations({"margin": 100}, {"margin": 7}) == {}, "a margin need not be used"
+    assert deviations({"margin": 100}, {"margin": 120}) == {"margin": pytest.approx(0.2)}
