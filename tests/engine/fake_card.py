@@ -32,6 +32,7 @@ from multilora_kernels.fp8_gemm import Fp8Weight
 from multilora_kernels.launch import Chip, force_chip
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.segments import Segments
+from multilora_kernels.side_stream import SideStream
 from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
 
@@ -116,6 +117,8 @@ def fake_card(chip: Chip) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None)
     patch.setattr(Staging, "upload", lambda *args: None)
+    patch.setattr(SideStream, "__init__", lambda *args: None)
+    patch.setattr(SideStream, "beside", lambda _, main, side: (main(), side()))
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
     force_chip(chip)
