@@ -21,7 +21,8 @@ _QUIET_STEPS = 8  # between loads, so that one's gap is not counted for the next
 class LoadFigures:
     """Milliseconds: from the call to hot, one entry an adapter; and between tokens of the others.
 
-    A load is done when the adapter may be used in the next step, so a step's length is part of it.
+    A load is done when the first step that may use the adapter is launched: whole steps that go by
+    meanwhile, and what the host does for that one.
     """
 
     first_ms: tuple[float, ...]  # from files in the page cache, at their first load

@@ -38,6 +38,8 @@ class Engine(Protocol):
     def idle_wait_s(self) -> float | None: ...
     def handle(self, message: ToEngine) -> None: ...
     def step(self) -> list[Delta]: ...
+    def begin_step(self) -> None: ...
+    def end_step(self) -> list[Delta]: ...
     def take_events(self) -> list[AdapterEvent]: ...
     def take_replies(self) -> list[Reply]: ...
     def snapshot(self) -> Snapshot: ...
@@ -177,17 +179,25 @@ class Driver:
         return gaps
 
     def load_beside(self, adapter: AdapterRef) -> tuple[float, list[float]]:
-        """Make an adapter hot while answers go on: the seconds it took, and those between tokens
-        meanwhile. Raises Refused."""
-        call, started, gaps = next(self._calls), self._clock(), []
-        self._engine.handle(LoadAdapter(call, adapter, hot=True))
-        while True:
-            gaps += self.steps(1)
+        """Make an adapter hot while answers go on: the seconds until the first step that may use it
+        was launched, and those between tokens meanwhile. Raises Refused."""
+        call, started = next(self._calls), self._clock()
+        hot_after: list[float] = []
+
+        def look() -> None:
             for reply in self._engine.take_replies():
                 if reply.fault is not None:
                     raise Refused(f"adapter {adapter.name} cannot be loaded: {reply.fault.message}")
                 if reply.call_id == call:
-                    return self._clock() - started, gaps
+                    hot_after.append(self._clock() - started)
+
+        self._engine.handle(LoadAdapter(call, adapter, hot=True))
+        gaps = []
+        while not hot_after:
+            before = self._clock()
+            self._step(launched=look)
+            gaps.append(self._clock() - before)
+        return hot_after[0], gaps
 
     def arrive_beside(self, submit: Submit) -> list[float]:
         """Seconds between tokens of the others until a request that arrives has its first one,
@@ -215,11 +225,16 @@ class Driver:
         while self._engine.idle_wait_s is not None:
             self._engine.step()
 
-    def _step(self, ends: int | None = None) -> list[Delta]:
-        """One step that has tokens. Raises Refused when an answer other than `ends` ends."""
+    def _step(
+        self, ends: int | None = None, launched: Callable[[], None] = lambda: None
+    ) -> list[Delta]:
+        """One step that has tokens; `launched` is called before they are awaited. Raises Refused
+        when an answer other than `ends` ends."""
         started = self._clock()
         while True:
-            deltas = self._engine.step()
+            self._engine.begin_step()
+            launched()
+            deltas = self._engine.end_step()
             self._engine.take_events()
             if any(d.finish_reason is not None and d.request_id != ends for d in deltas):
                 raise Refused("an answer ended before what was to be measured beside it")

@@ -109,6 +109,7 @@ class Engine:
         self._replies: list[Reply] = []
         self._drain_at: float | None = None
         self._under_way: deque[_Launched] = deque()
+        self._ahead = 0  # steps that the present turn leaves under way
         self._landed_at = 0.0
         self._phases = PhaseTimes()
 
@@ -116,15 +117,24 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """One turn of the loop; the deltas it produced."""
-        parts, phases = self.parts, self._phases
-        with phases.measure("schedule"):
+        self.begin_step()
+        return self.end_step()
+
+    def begin_step(self) -> None:
+        """Decide the next step and hand it to the device. What adapters became of it is known."""
+        parts = self.parts
+        with self._phases.measure("schedule"):
             parts.residency.poll()
             batch = parts.scheduler.schedule()
         if batch.rows:
             self._launch(batch)
-        ahead = parts.steps_ahead if batch.rows else 0
+        self._ahead = parts.steps_ahead if batch.rows else 0
+
+    def end_step(self) -> list[Delta]:
+        """Wait for the oldest step, or all where none was launched; the deltas of the turn."""
+        parts = self.parts
         deltas: list[Delta] = []
-        while len(self._under_way) > ahead:
+        while len(self._under_way) > self._ahead:
             deltas += self._land()
         if self._drain_at is not None and parts.now() >= self._drain_at:
             self._end_all(Fault("server_shutting_down", "the server is shutting down", 5.0))

@@ -210,23 +210,33 @@ def settled_interpreter() -> Iterator[None]:
 
 
 def _serve(engine: "Engine", watch: _Watch) -> None:
-    """Messages in, a step, deltas and events out, until a drain is complete."""
+    """Messages in, a step, deltas and events out, until a drain is complete.
+
+    What is known once the step is launched is told before its tokens are awaited.
+    """
     link = watch.link
     while True:
         for message in link.take(engine.idle_wait_s):
             engine.handle(message)
         watch.answer(engine.snapshot)
         watch.step_begins()
-        deltas = engine.step()
+        engine.begin_step()
+        _tell(engine, link)
+        deltas = engine.end_step()
         watch.step_ended()
         if deltas:
             link.send(Step(deltas))
-        for event in engine.take_events():
-            link.send(event)
-        for reply in engine.take_replies():
-            link.send(reply)
+        _tell(engine, link)
         if engine.drained:
             return
+
+
+def _tell(engine: "Engine", link: Link) -> None:
+    """Send what adapters became, and replies to calls."""
+    for event in engine.take_events():
+        link.send(event)
+    for reply in engine.take_replies():
+        link.send(reply)
 
 
 def _tie_to_front(front_pid: int) -> None:

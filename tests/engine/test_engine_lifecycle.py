@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -381,3 +382,21 @@ def test_f43_thrash_many_adapters_over_four_slots(fleet: SignatureFleet, count: 
     for request, k in requests.items():
         assert rig.answer(request).tokens == [k + 1] * 3
     at_rest(rig)
+
+
+def test_what_adapters_became_is_known_before_tokens_are_awaited(fleet: SignatureFleet) -> None:
+    """A step long before it need be, beside an answer of many steps."""
+    rig = Rig(fleet.base)
+    rig.submit([5, 6], max_tokens=100)
+    call = rig.load(fleet.adapter(20), hot=True)
+    for _ in range(90):
+        rig.engine.begin_step()
+        replies = rig.engine.take_replies()
+        events = [event.status.tier for event in rig.engine.take_events()]
+        rig.engine.end_step()
+        if replies:
+            break
+        time.sleep(0.005)
+        assert not rig.engine.take_replies() and not rig.engine.take_events()
+    assert [reply.call_id for reply in replies] == [call] and events[-1] == "hot"
+    assert rig.engine.parts.scheduler.num_running == 1
