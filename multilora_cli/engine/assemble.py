@@ -68,8 +68,8 @@ class _Assembly:
         self.now = now
         self.failpoints = Failpoints(config.failpoints)
         device = choose_device(config.device)
-        grow_segments(device)
         self.meter = DeviceMeter(device)
+        grow_segments(device)
         self.allocation = plan_memory(config, geometry)
         self.max_model_len = _context(config, geometry, self.allocation)
 

@@ -19,7 +19,7 @@ import torch
 
 from multilora_cli.engine.batch import BatchBuilder, late_tokens, single_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
-from multilora_cli.engine.device_meter import settled_bytes
+from multilora_cli.engine.device_meter import kept_bytes, settled_bytes
 from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.layers.sampler import greedy
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
@@ -67,7 +67,7 @@ class GraphMemory:
         """Capture `work`, and count what that takes."""
         kept, driver = settled_bytes(self._device)
         captured = self._capture(work)
-        kept_after, driver_after = settled_bytes(self._device)
+        kept_after, driver_after = kept_bytes(self._device)
         self.pool_bytes += kept_after - kept
         self.driver_bytes += driver_after - driver
         return captured

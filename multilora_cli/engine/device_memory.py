@@ -1,5 +1,6 @@
 """How much of the device the engine takes, and how it is cut: the numbers of sizing/budget."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from multilora_cli.units import format_size
 from multilora_kernels.kv_pages import FP8
 from multilora_kernels.launch import chip_of
 
+_log = logging.getLogger(__name__)
 _CPU_POOL_MAX = 2 * 2**30
 _CPU_SHARE = 4  # a quarter of what is free
 _CUDA_MARGIN = 512 * 2**20  # context growth and fragmentation beside what is planned
@@ -80,8 +82,14 @@ def grow_segments(device: torch.device) -> None:
     an 8B kept 29 % more than it had in use, and weights quantised at load 10 %. An allocator that
     the environment sets is left alone.
     """
-    if device.type == "cuda" and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if device.type != "cuda" or any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        torch.empty(2**25, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        _log.warning("this device maps no memory in pieces, segments do not grow: %s", error)
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

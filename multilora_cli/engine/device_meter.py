@@ -73,6 +73,11 @@ def settled_bytes(device: torch.device) -> tuple[int, int]:
     in use there, whoever uses it."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
+    return kept_bytes(device)
+
+
+def kept_bytes(device: torch.device) -> tuple[int, int]:
+    """The same as it is now, reserves included."""
     kept = torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     return kept, total - free - kept

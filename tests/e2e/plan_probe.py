@@ -28,6 +28,7 @@ from multilora_cli.engine.assemble import build_engine
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.engine import Engine
 from multilora_cli.engine.messages import AdapterRef, SamplingParams, Submit
+from multilora_cli.engine.model_runner import ModelRunner
 from multilora_cli.sizing.device import deviations
 from multilora_cli.sizing.geometry import read_geometry
 
@@ -124,6 +125,7 @@ def _measure(engine: Engine, config: EngineConfig, refs: list[AdapterRef], books
     """The largest step of prompts, then every sequence decoding with an adapter."""
     ready = engine.parts.ready
     say(kind="started", planned=ready.planned, allocated=ready.allocated)
+    say(kind="captured", after="start", **_captured(engine))
     is_cuda = ready.device.startswith("cuda")
     kept = 0
     # With adapters all prompts are of one token: what compiles the kernels of longer ones takes
@@ -134,6 +136,7 @@ def _measure(engine: Engine, config: EngineConfig, refs: list[AdapterRef], books
         if is_cuda:
             kept = max(kept, torch.cuda.max_memory_reserved())
         books.say(f"after {name}")
+        say(kind="captured", after=name, **_captured(engine))
     say(
         kind="result",
         storage=config.quantization,
@@ -145,6 +148,22 @@ def _measure(engine: Engine, config: EngineConfig, refs: list[AdapterRef], books
         limit=config.device_bytes,
         books=books.now(),
     )
+
+
+def _captured(engine: Engine) -> dict[str, int]:
+    """How many steps are captured, and what torch's pool and the driver hold of them."""
+    runner = engine.parts.runner
+    assert isinstance(runner, ModelRunner)
+    graphs = [found for found in (runner._graphs, runner._prompt_graphs) if found is not None]
+    if not graphs:
+        return {}
+    memory = runner._graphs._record.__self__  # type: ignore[union-attr]
+    return {
+        "steps": sum(len(found._graphs) for found in graphs),
+        "pool": memory.pool_bytes,
+        "driver": memory.driver_bytes,
+        "fixed": sum(found.nbytes for found in graphs),
+    }
 
 
 def _adapters(folder: Path, cache: Path) -> list[AdapterRef]:

@@ -8,7 +8,12 @@ import torch
 from multilora_cli.engine import device_memory
 from multilora_cli.engine.assemble import build_engine
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.engine.device_memory import choose_device, choose_dtype, plan_memory
+from multilora_cli.engine.device_memory import (
+    choose_device,
+    choose_dtype,
+    grow_segments,
+    plan_memory,
+)
 from multilora_cli.engine.page_copier import PageCopier, _runs
 from multilora_cli.errors import BadInput, MloraError, Refused
 from multilora_cli.memory.page_buffer import PageBuffer
@@ -88,6 +93,29 @@ def test_a_driver_that_torch_cannot_use_is_never_a_silent_cpu(
     assert choose_device("cpu").type == "cpu"
     with pytest.raises(MloraError, match="no CUDA device"):
         choose_device("cuda:0")
+
+
+def test_segments_grow_unless_the_environment_or_the_device_says_no(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, said = torch.device("cuda", 0), []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(device_memory.torch, "empty", lambda *args, **kwargs: None)
+    grow_segments(torch.device("cpu"))
+    grow_segments(cuda)
+    assert said == ["expandable_segments:True"]
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(device_memory.torch, "empty", refused)
+    grow_segments(cuda)
+    assert said[1:] == ["expandable_segments:True", "expandable_segments:False"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    grow_segments(cuda)
+    assert len(said) == 3
 
 
 def test_dtypes() -> None:
