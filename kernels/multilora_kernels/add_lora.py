@@ -68,13 +68,14 @@ def multiply_add_lora(
     """
     lists = segments.lists(table)
     work = lists.groups[group]
-    if not work.choice.beside:
+    priority = work.choice.side_priority
+    if priority is None:
         y = multiply()
         add_lora(y, x, pool, table, segments, layer, group)
         return y
     weights = pool.view(-1).view(x.dtype)
     shrink = partial(sgmv_shrink, x, weights, table, lists, work, layer)
-    y, planes = side.beside(multiply, shrink)
+    y, planes = side.beside(multiply, shrink, priority)
     _check(y, x, pool, table, segments, group)
     sgmv_expand(y, planes, weights, table, lists, work, layer)
     return y

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,7 +168,7 @@ def run_step(record: Record, chip: Chip, side: SideStream | None, rows: int = 4)
     segments = Segments(
         rows, "cpu", choose=lambda shape, tokens, _: lora_choice.choose(shape, tokens, chip)
     )
-    segments.prepare_capture(fleet.table, rows, 16, [1, 2, 1, 0][:rows])
+    segments.prepare_capture(fleet.table, rows, 16, np.arange(rows) % 3)
     nothing = torch.zeros(0, dtype=torch.int32)
     attention = AttentionBatch(nothing, nothing, nothing, rows, 1, 16)
     context = StepContext(fleet.pool, nothing, attention, fleet.table, segments, side=side)
@@ -180,8 +181,11 @@ def run_step(record: Record, chip: Chip, side: SideStream | None, rows: int = 4)
             projection(Rows(x), context)
 
 
-def test_a_shrink_runs_beside_the_multiply_and_races_with_nothing(record: Record) -> None:
-    run_step(record, H200, SideStream(record.device))
+@pytest.mark.parametrize(("rows", "priority"), [(1, -1), (16, 0)])
+def test_a_shrink_runs_beside_the_multiply_and_races_with_nothing(
+    record: Record, rows: int, priority: int
+) -> None:
+    run_step(record, H200, SideStream(record.device), rows)
     assert record.races() == []
     names = [work.name.split()[0] for work in record.work]
     # The multiply first: behind a shrink a library's multiply waits for whole multiprocessors.
@@ -189,7 +193,7 @@ def test_a_shrink_runs_beside_the_multiply_and_races_with_nothing(record: Record
     for before, multiply, shrink, expand in zip(*[iter(record.work)] * 4, strict=True):
         assert not shrink.follows(multiply) and not multiply.follows(shrink)
         assert shrink.follows(before) and expand.follows(shrink) and expand.follows(multiply)
-    assert record.priorities == [-1]
+    assert record.priorities == [priority]
 
 
 @pytest.mark.parametrize("lost", ["wait_event", "wait_stream"])
@@ -213,7 +217,6 @@ def test_elsewhere_and_in_eager_steps_all_is_on_one_stream(
 
 def test_prefill_never_forks() -> None:
     shape = GroupShape("o", 4096, (4096,), 2, 8192)
-    rows = (1, 64, lora_choice.DECODE_TOKENS, lora_choice.DECODE_TOKENS + 1, 8192)
-    assert [lora_choice.choose(shape, count, H200).beside for count in rows] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+    rows = (1, 4, 64, lora_choice.DECODE_TOKENS, lora_choice.DECODE_TOKENS + 1, 8192)
+    chosen = [lora_choice.choose(shape, count, H200).side_priority for count in rows]
+    assert chosen == [-1, -1, 0, 0, None, None]
