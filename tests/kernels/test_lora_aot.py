@@ -1,5 +1,6 @@
 """The LoRA kernels compiled for cards that are not here: types, and shared memory within limits."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,11 @@ def test_decode_kernels_keep_loads_in_flight(name: str, tokens: int, tmp_path: P
     assert spilled <= 64 and programs >= 4, registers
 
 
-def test_planes_are_not_read_before_the_wait_for_the_shrink() -> None:
-    """Software pipelining once hoisted these loads above the wait: wrong sums, now and then."""
+def test_planes_and_y_are_not_touched_before_the_wait() -> None:
+    """Software pipelining once hoisted loads of the planes above it: wrong sums, now and then.
+
+    Beside the shrink runs the multiply that writes y.
+    """
     kernel, signature, fixed = expand_arguments(90, "qkv", 16)
     names = list(kernel.arg_names)
     types = {name: "constexpr" if name in fixed else signature[name] for name in names}
@@ -152,10 +156,47 @@ def test_planes_are_not_read_before_the_wait_for_the_shrink() -> None:
     )
     ptx = compiled.asm["ptx"]
     assert "fma.rn.f32" not in ptx  # see sgmv_expand
-    # A wait for each path: shared rows; one, two, more rank tiles. Planes are read past the L1.
+    # A wait for each path: shared rows; one, two, more rank tiles. Planes and y are read past the
+    # L1, and nothing else is.
     assert ptx.count("griddepcontrol.wait") == 4
-    assert "cp.async" not in ptx
-    assert ptx.index("griddepcontrol.wait") < ptx.index("ld.global.cg")
+    assert "cp.async" not in ptx and ptx.count("ld.global.cg") > 8
+    assert reached_before_the_wait(ptx, ("ld.global.cg", "st.global")) == []
+    assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), ("st.global",)) != []
+
+
+def reached_before_the_wait(ptx: str, words: tuple[str, ...]) -> list[str]:
+    """Instructions with one of `words` on any way from the start that has passed no wait yet."""
+    body = ptx[ptx.index("\n{") :]
+    blocks: list[list[str]] = [[]]
+    labels: dict[str, int] = {}
+    for line in (line.strip() for line in body.splitlines()):
+        label = re.match(r"(\$\w+):", line)
+        if label is not None:
+            labels[label[1]] = len(blocks)
+            blocks.append([])
+        else:
+            blocks[-1].append(line)
+            if re.search(r"\bbra\b", line):
+                blocks.append([])
+    found, seen, ways = [], set(), [0]
+    while ways:
+        at = ways.pop()
+        if at in seen or at >= len(blocks):
+            continue
+        seen.add(at)
+        goes_on = True
+        for line in blocks[at]:
+            if "griddepcontrol.wait" in line or line.startswith("ret"):
+                goes_on = False
+                break
+            found += [line for word in words if word in line]
+            target = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+            if target is not None:
+                ways.append(labels[target[1]])
+                goes_on = line.startswith("@")
+        if goes_on:
+            ways.append(at + 1)
+    return found
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)
