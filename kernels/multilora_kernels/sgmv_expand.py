@@ -104,6 +104,8 @@ def _expand_row(
     if PDL:
         tl.extra.cuda.gdc_wait()
     prior = tl.load(y_ptrs, mask=n_mask, other=0, cache_modifier=".cg")
+    # Or the load would sink below the products, to where y is added: one more trip to memory.
+    tl.debug_barrier()
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _times(b0, _tile_h(planes_ptr, plane, e0, SPLIT_K))
     if TILES > 1:
