@@ -21,11 +21,11 @@ from multilora_cli.engine.batch import BatchBuilder, late_tokens, single_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.device_meter import kept_bytes, settled_bytes
 from multilora_cli.engine.page_rows import PageRows, table_columns
-from multilora_cli.layers.sampler import greedy
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.budget import graph_rank, graph_ranks
 from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.pick_tokens import Picked, pick_tokens
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
@@ -42,8 +42,7 @@ class CapturedStep(NamedTuple):
     """What a captured step leaves on the device, a row each."""
 
     logits: torch.Tensor  # float32 [rows, vocab]
-    tokens: torch.Tensor  # int64 [rows], the most likely ones
-    told: torch.Tensor  # the same, -1 where the logits are not finite
+    picked: Picked  # the most likely tokens
 
 
 class Captured(Protocol):
@@ -129,8 +128,7 @@ class DecodeGraphs:
         # All graphs leave their logits here: one each would take 1.3 GB for an 8B and 256 rows.
         vocab = decoder.geometry.vocab_size
         self._logits = torch.empty(most, vocab, dtype=torch.float32, device=device)
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._told = torch.zeros(most, dtype=torch.int64, device=device)
+        self._picked = Picked.empty(most, device)
         self._pages = PageRows(most, columns)
         self._staging = Staging(device)
         self._side = SideStream(device) if device.type == "cuda" else None
@@ -139,7 +137,7 @@ class DecodeGraphs:
     def nbytes(self) -> int:
         """Device bytes of what the graphs read and leave; GraphMemory counts the graphs."""
         fixed = (self._inputs, self._page_table, self._query_start, self._logits)
-        return sum(tensor.nbytes for tensor in (*fixed, self._tokens, self._told))
+        return self._picked.nbytes + sum(tensor.nbytes for tensor in fixed)
 
     def holds(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows are a step that was captured: one token each, and not too many.
@@ -214,9 +212,7 @@ class DecodeGraphs:
         tokens = late_tokens(token_ids, places, builder.sampled)
         hidden = self._decoder.forward(tokens, positions.long(), context)
         logits = self._decoder.logits(hidden, context.adapters, self._logits[:rows])
-        best = greedy(logits)
-        self._tokens[:rows] = best.token_ids
-        self._told[:rows] = best.told()
+        pick_tokens(logits, None, self._picked.first(rows))
 
     def run(self, rows: Sequence[ScheduledRow]) -> CapturedStep:
         """Launch the step of `rows`; what it leaves is valid until the next one."""
@@ -230,7 +226,7 @@ class DecodeGraphs:
         self._staging.upload(self._inputs[: len(inputs)], inputs)
         self._graphs[key].replay()
         count = len(rows)
-        return CapturedStep(self._logits[:count], self._tokens[:count], self._told[:count])
+        return CapturedStep(self._logits[:count], self._picked.first(count))
 
     def _slots(self, rows: Sequence[ScheduledRow]) -> npt.NDArray[np.int32]:
         """The slot of every row of the smallest step that has room; 0 for spare ones."""

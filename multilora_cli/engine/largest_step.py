@@ -17,6 +17,8 @@ _DEAREST = SamplingParams(
     max_tokens=1, temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=1, logprobs=5,
     presence_penalty=0.1, repetition_penalty=1.1, logit_bias={0: 1.0},
 )  # fmt: skip
+# What else has kernels of its own.
+_PLAIN = [SamplingParams(max_tokens=1, temperature=temperature) for temperature in (0.0, 0.9)]
 
 
 @torch.inference_mode()
@@ -31,3 +33,6 @@ def largest_step(decoder: Decoder, builder: BatchBuilder, max_tokens: int, max_s
     vocab = decoder.geometry.vocab_size
     rows = [SamplingRow(_DEAREST, (0,), (0,))] * max_seqs
     sample(logits, SamplingBatch.build(rows, vocab, device, builder.sampled))
+    for plain in _PLAIN:
+        row = SamplingRow(plain, (), ())
+        sample(logits[:1], SamplingBatch.build([row], vocab, device, builder.sampled))

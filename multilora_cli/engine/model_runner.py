@@ -230,7 +230,9 @@ class ModelRunner:
         draws = _draws(placed, range(len(rows)))
         if _is_plain(draws, len(rows)) and not self._failpoints.armed:
             step = graphs.run(rows)
-            return _Pass(indices, draws, _to_host(step.told), None, {}, step.tokens)
+            return _Pass(
+                indices, draws, _to_host(step.picked.told), None, {}, step.picked.token_ids
+            )
         logits = graphs.run(rows).logits
         if not draws:
             return _Pass(indices, draws, None, None, {}, None)
@@ -270,7 +272,7 @@ class ModelRunner:
             if self._failpoints.hit("logits", draw.sequence.request_id) == "nan":
                 logits[position] = torch.nan
         output = sample(logits, batch)
-        return _to_host(output.told()), _logprobs_to_host(output.logprobs), output.token_ids
+        return _to_host(output.told), _logprobs_to_host(output.logprobs), output.token_ids
 
     def _prompt_logprobs(
         self, row: ScheduledRow, hidden: torch.Tensor, last: int
@@ -356,14 +358,19 @@ def _sampled(done: _Pass) -> list[Sampled]:
     if done.tokens is None:
         return []
     token_ids: list[int] = done.tokens.tolist()
+    sampled = [Sampled(max(token, 0), token >= 0) for token in token_ids]
     if done.logprobs is None:
-        return [Sampled(max(token, 0), token >= 0) for token in token_ids]
+        return sampled
     wanted = [draw.sequence.params.logprobs for draw in done.draws]
-    rows = _logprob_rows(token_ids, done.logprobs, [count or 0 for count in wanted])
-    return [
-        Sampled(max(token, 0), token >= 0, None if count is None else row)
-        for token, count, row in zip(token_ids, wanted, rows, strict=True)
-    ]
+    places = [place for place, count in enumerate(wanted) if count is not None]
+    rows = _logprob_rows(
+        [token_ids[place] for place in places],
+        done.logprobs,
+        [wanted[place] or 0 for place in places],
+    )
+    for place, row in zip(places, rows, strict=True):
+        sampled[place] = Sampled(max(token_ids[place], 0), token_ids[place] >= 0, row)
+    return sampled
 
 
 def _logprob_rows(

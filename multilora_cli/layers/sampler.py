@@ -1,12 +1,15 @@
 """From logits to tokens, the same for a sequence whatever else is in the batch.
 
     1  logprobs: log-softmax of the model's own logits, before anything below
-    2  penalties.py: logit_bias, suppressed stop ids, repetition, frequency, presence
+    2  logit_bias and suppressed stop ids (penalties.py), then repetition, frequency and presence
+       (multilora_kernels.penalise)
     3  temperature 0 (below 1e-5): the most likely token; the first one where several are equal
-    4  otherwise divide by the temperature, then truncation.py: top_k, top_p, min_p
-    5  draw by Gumbel-max with the row's own noise (noise.py)
+    4  otherwise divide by the temperature, then top_k, top_p, min_p (multilora_kernels.truncation)
+    5  draw by Gumbel-max with the row's own noise (multilora_kernels.noise)
 
-A row whose logits hold NaN or +inf, or nothing finite, is flagged; its neighbours are untouched.
+3 to 5 are two launches (multilora_kernels.pick_tokens). Nothing here waits for a CUDA device, and
+no shape depends on what is on it. A row whose logits hold NaN or +inf, or nothing finite, is
+flagged; its neighbours are untouched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +19,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from multilora_cli.layers.noise import log_exponential, row_keys
-from multilora_cli.layers.penalties import Penalties, SparseLogits
-from multilora_cli.layers.truncation import HEAD, NO_TOP_P, apply_min_p, truncate
+from multilora_cli.layers.penalties import SparseLogits
+from multilora_kernels.noise import row_keys
+from multilora_kernels.penalise import Histories, penalise
+from multilora_kernels.pick_tokens import Draws, pick_tokens
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -74,28 +78,15 @@ class SamplingRow:
 
 
 @dataclass(frozen=True)
-class Randomness:
-    """The rows that draw: all tensors have one entry for each of them."""
-
-    rows: torch.Tensor | None  # int64 [Q]; None: every row of the batch
-    keys: torch.Tensor  # int32 [Q, 2]
-    temperature: torch.Tensor  # float32 [Q, 1]
-    log_min_p: torch.Tensor | None  # float32 [Q]
-    truncated: torch.Tensor | None  # int64 [F] into the Q rows; None: no top_k, no top_p
-    top_k: torch.Tensor | None  # int64 [F]
-    top_p: torch.Tensor | None  # float64 [F]
-    is_settled: bool  # every truncated row has a top_k that truncation.HEAD covers
-
-
-@dataclass(frozen=True)
 class SamplingBatch:
     """How to choose a token for each row of a step, on the device. All greedy: nothing but None."""
 
     num_rows: int
-    randomness: Randomness | None
+    draws: Draws | None
     bias: SparseLogits | None
-    penalties: Penalties | None
+    histories: Histories | None
     num_top: int | None  # most alternatives any row asks for; None: no row wants logprobs
+    wanting: torch.Tensor | None = None  # int64 [W], the rows that do; None: all, or none
 
     @classmethod
     def build(
@@ -109,13 +100,15 @@ class SamplingBatch:
 
         `pending` int64 [N] on the device holds what the rows' `pending_at` points to.
         """
-        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        most = max((rows[i].params.logprobs or 0 for i in wanting), default=0)
         return cls(
             num_rows=len(rows),
-            randomness=_randomness(rows, vocab, device),
+            draws=_draws(rows, vocab, device),
             bias=_bias(rows, vocab, device),
-            penalties=_penalties(rows, device, pending),
-            num_top=min(max(wanted), vocab) if wanted else None,
+            histories=_histories(rows, device, pending),
+            num_top=min(most, vocab) if wanting else None,
+            wanting=_on(device, np.array(wanting)) if 0 < len(wanting) < len(rows) else None,
         )
 
 
@@ -123,9 +116,9 @@ class SamplingBatch:
 class Logprobs:
     """Log-probabilities of the chosen tokens and of the most likely ones, likeliest first."""
 
-    chosen: torch.Tensor  # float32 [R]
-    top_ids: torch.Tensor  # int64 [R, num_top]
-    top: torch.Tensor  # float32 [R, num_top]
+    chosen: torch.Tensor  # float32 [W]
+    top_ids: torch.Tensor  # int64 [W, num_top]
+    top: torch.Tensor  # float32 [W, num_top]
 
 
 @dataclass(frozen=True)
@@ -133,43 +126,27 @@ class SampleOutput:
     """The chosen tokens; rows that are not finite hold token 0 and no meaning."""
 
     token_ids: torch.Tensor  # int64 [R]
-    finite: torch.Tensor  # bool [R]
-    logprobs: Logprobs | None
-
-    def told(self) -> torch.Tensor:
-        """The tokens as they are told to the host: int64 [R], -1 for rows that are not finite."""
-        return self.token_ids.masked_fill(~self.finite, -1)
+    told: torch.Tensor  # int64 [R], as the host is told them: -1 for rows that are not finite
+    logprobs: Logprobs | None  # of the rows that want them, in order
 
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     """Choose a token for each row of logits float32 [R, V], which are left as they are."""
-    assert logits.dtype == torch.float32 and logits.shape[0] == batch.num_rows
+    assert logits.shape[0] == batch.num_rows
     x = logits
-    if batch.bias is not None or batch.penalties is not None:
-        x = logits.clone()
+    if batch.bias is not None or batch.histories is not None:
+        x = logits.clone(memory_format=torch.contiguous_format)
     if batch.bias is not None:
         batch.bias.add_to(x)
-    if batch.penalties is not None:
-        batch.penalties.apply_to(x)
-    best, token_ids = x.max(-1)
-    finite = best.isfinite()
-    if x is not logits:
-        finite &= logits.amax(-1).isfinite()
-    if batch.randomness is not None:
-        token_ids = _draw(x, best, token_ids, batch.randomness)
-    token_ids = token_ids.masked_fill(~finite, 0)
+    if batch.histories is not None:
+        penalise(x, batch.histories)
+    picked = pick_tokens(x, batch.draws)
     logprobs = None
     if batch.num_top is not None:
-        logprobs = token_logprobs(logits, token_ids, batch.num_top)
-    return SampleOutput(token_ids, finite, logprobs)
-
-
-def greedy(logits: torch.Tensor) -> SampleOutput:
-    """The most likely token of each row of logits float32 [R, V]; the first of equal ones."""
-    best, token_ids = logits.max(-1)
-    finite = best.isfinite()
-    return SampleOutput(token_ids.masked_fill(~finite, 0), finite, None)
+        wanting = slice(None) if batch.wanting is None else batch.wanting
+        logprobs = token_logprobs(logits[wanting], picked.token_ids[wanting], batch.num_top)
+    return SampleOutput(picked.token_ids, picked.told, logprobs)
 
 
 def is_plain(params: RowParams) -> bool:
@@ -191,26 +168,6 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     return Logprobs(logprobs.gather(1, token_ids[:, None])[:, 0], top_ids, top)
 
 
-def _draw(
-    x: torch.Tensor, best: torch.Tensor, greedy: torch.Tensor, how: Randomness
-) -> torch.Tensor:
-    """Tokens int64 [R]: drawn where `how` says so, `greedy` elsewhere."""
-    if how.rows is not None:
-        x, best = x[how.rows], best[how.rows]
-    # Relative to the maximum first: a small temperature then overflows to -inf, never to NaN.
-    x = (x - best[:, None]) / how.temperature
-    if how.truncated is not None:
-        assert how.top_k is not None and how.top_p is not None
-        x[how.truncated] = truncate(
-            x[how.truncated], how.top_k, how.top_p, is_settled=how.is_settled
-        )
-    if how.log_min_p is not None:
-        x = apply_min_p(x, how.log_min_p)
-    # max, whose indices come four times as fast as argmax on a CPU.
-    _, drawn = (x - log_exponential(how.keys, x.shape[1])).max(-1)
-    return drawn if how.rows is None else greedy.index_copy(0, how.rows, drawn)
-
-
 def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
     """`array` on the device, without waiting for what runs there."""
     tensor = torch.from_numpy(array)
@@ -219,30 +176,23 @@ def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _randomness(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Randomness | None:
-    """The rows with a temperature, their noise keys and their cuts."""
+def _draws(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Draws | None:
+    """How each row draws; None where all are greedy."""
     drawing = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     if not drawing:
         return None
     params = [rows[i].params for i in drawing]
-    numbers = np.array([(p.temperature, p.min_p, p.top_p, p.top_k) for p in params])
-    temperature, min_p, top_p, top_k = numbers.T
-    top_k = np.where(top_k < vocab, np.maximum(top_k, 0), 0).astype(np.int64)
-    truncated = np.flatnonzero((top_k > 0) | (top_p < 1))
-    keys = row_keys([p.seed for p in params], [rows[i].position for i in drawing])
+    temperature, min_p, top_p = np.array([(p.temperature, p.min_p, p.top_p) for p in params]).T
     log_min_p = np.full(len(params), -np.inf)
     np.log(np.minimum(min_p, 1.0), out=log_min_p, where=min_p > 0)
-    top_p, top_k = np.where(top_p < 1, top_p, NO_TOP_P)[truncated], top_k[truncated]
-    return Randomness(
-        rows=None if len(drawing) == len(rows) else _on(device, np.array(drawing)),
-        keys=_on(device, keys),
-        temperature=_on(device, temperature.astype(np.float32)[:, None]),
-        log_min_p=_on(device, log_min_p.astype(np.float32)) if (min_p > 0).any() else None,
-        truncated=_on(device, truncated) if len(truncated) else None,
-        top_k=_on(device, top_k) if len(truncated) else None,
-        top_p=_on(device, top_p) if len(truncated) else None,
-        is_settled=bool(((top_k > 0) & (top_k <= HEAD)).all()),
-    )
+    top_k = np.array([p.top_k if 0 < p.top_k < vocab else 0 for p in params], dtype=np.int32)
+    packed = np.zeros((6, len(rows)), dtype=np.int32)
+    numbers = packed[:3].view(np.float32)
+    numbers[:, drawing] = 1 / temperature, log_min_p, np.minimum(top_p, 1.0)
+    packed[3, drawing] = top_k
+    packed[4:, drawing] = row_keys([p.seed for p in params], [rows[i].position for i in drawing]).T
+    is_truncated = (top_k > 0) | (numbers[2, drawing] < 1) | (min_p > 0)
+    return Draws(_on(device, packed), bool(is_truncated.any()))
 
 
 def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> SparseLogits | None:
@@ -263,27 +213,27 @@ def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Spar
     return SparseLogits(_on(device, row_index), _on(device, tokens), _on(device, values))
 
 
-def _penalties(
+def _histories(
     rows: Sequence[SamplingRow], device: torch.device, pending: torch.Tensor | None
-) -> Penalties | None:
+) -> Histories | None:
     """The rows with a penalty and what they said."""
     penalised = [i for i, row in enumerate(rows) if _is_penalised(row.params)]
     if not penalised:
         return None
-    params = [rows[i].params for i in penalised]
-    numbers = np.array(
-        [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params],
-        dtype=np.float32,
-    )
-    strengths = _on(device, np.ascontiguousarray(numbers.T)[:, :, None])
-    return Penalties(
-        rows=_on(device, np.array(penalised)),
-        repetition=strengths[0],
-        frequency=strengths[1],
-        presence=strengths[2],
-        prompt=_history([rows[i].prompt for i in penalised], device),
-        output=_said([rows[i] for i in penalised], device, pending),
-    )
+    parts: list[np.ndarray] = []
+    fields = np.empty((7, len(penalised)), dtype=np.int32)
+    strengths = fields[4:].view(np.float32)
+    end = 0
+    for column, i in enumerate(penalised):
+        row, p = rows[i], rows[i].params
+        late = [-1 - row.pending_at] if row.pending_at >= 0 else []
+        said = [np.asarray(part, dtype=np.int32) for part in (row.prompt, row.output, late)]
+        start, output = end, end + len(said[0])
+        end = output + len(said[1]) + len(said[2])
+        fields[:4, column] = i, start, output, end
+        strengths[:, column] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
+        parts += said
+    return Histories(_on(device, fields), _on(device, np.concatenate(parts)), pending)
 
 
 def _is_penalised(params: RowParams) -> bool:
@@ -292,25 +242,3 @@ def _is_penalised(params: RowParams) -> bool:
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
     )
-
-
-def _history(
-    histories: Sequence[Sequence[int] | np.ndarray], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token lists flattened to (index of the list, token): int64 [N] each."""
-    tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in histories])
-    owners = np.repeat(np.arange(len(histories)), [len(tokens) for tokens in histories])
-    return _on(device, owners), _on(device, tokens)
-
-
-def _said(
-    rows: Sequence[SamplingRow], device: torch.device, pending: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of `rows` as `_history`, then the pending token of each row that has one."""
-    owners, tokens = _history([row.output for row in rows], device)
-    late = [(index, row.pending_at) for index, row in enumerate(rows) if row.pending_at >= 0]
-    if not late:
-        return owners, tokens
-    assert pending is not None
-    index, places = _on(device, np.array(late, dtype=np.int64)).unbind(1)
-    return torch.cat([owners, index]), torch.cat([tokens, pending[places]])

@@ -15,9 +15,8 @@ from multilora_kernels.layout import GROUPS
 
 # Splits of a row's context that decode attention may run side by side.
 _DECODE_SPLITS = 32
-# Arrays of logits that the dearest sampling holds at once beside the logits themselves, in the
-# order in which it takes them: 1 of float32, 0.25 of bool.
-_SAMPLING = (1, 1, 1, 0.25, 0.25, 0.25, 1, 1, 1)
+# Logits and their tokens that a row's truncation may list (multilora_kernels.pick_tokens).
+_LISTED_BYTES = 4096 * 4
 _SLICE_BYTES = 64 * 2**20  # of W, widened at a time (multilora_kernels.slices)
 # Rows up to which a multiply splits K, and the usual number of splits, where nothing was tuned.
 _SPLIT_ROWS = {"fp8_gemm": 64, "awq_gemm": 128, "fp8_weight_only": 128}
@@ -52,7 +51,10 @@ class StepScratch:
         logits = max_seqs * self.geometry.vocab_size * 4
         taken = [memory.take(logits)]
         memory.give(rows)
-        taken += [memory.take(int(logits * share)) for share in _SAMPLING]
+        taken.append(memory.take(logits))  # a copy, for bias and penalties
+        memory.give(memory.take(logits))  # how often each token was said
+        memory.give(*[memory.take(max_seqs * _LISTED_BYTES) for _ in range(2)])
+        taken.append(memory.take(logits))  # log-probabilities
         memory.give(*hidden, *taken)
         return memory.peak + cublas_bytes(self.chip), memory.kept - memory.peak + ENDS
 

@@ -63,8 +63,8 @@ def test_workspace_stays_within_the_plan(fleet: SignatureFleet) -> None:
 
 
 def test_a_launch_waits_for_nothing(fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step ahead only while no launch looks at the device: prompts, penalties, top_k, several
-    answers and log-probabilities do not."""
+    """One step ahead only while no launch looks at the device: prompts, penalties, truncation,
+    several answers and log-probabilities do not."""
     rig = Rig(fleet.base, device="cuda:0", max_num_batched_tokens=96)
     rig.ask(PROMPT, fleet.adapter(20))  # what is allocated and compiled once
     runner = rig.engine.parts.runner
@@ -79,11 +79,14 @@ def test_a_launch_waits_for_nothing(fleet: SignatureFleet, monkeypatch: pytest.M
 
     monkeypatch.setattr(runner, "launch", watched)
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 5}
+    cuts = [{"top_p": 0.9}, {"top_k": 2000}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.1}, {}]
     requests = [
+        *(rig.submit([6, i], temperature=1.2, max_tokens=20, **cut) for i, cut in enumerate(cuts)),
+        rig.submit([9], min_tokens=5, stop_token_ids=[11], max_tokens=20),
         rig.submit(PROMPT, fleet.adapter(150), max_tokens=20),
         rig.submit([3] * 20, n=3, max_tokens=20, **drawn),
         rig.submit([4], presence_penalty=0.5, repetition_penalty=1.2, max_tokens=20),
         rig.submit([5] * 20, prompt_logprobs=1, logprobs=2, max_tokens=20, logit_bias={7: 1.0}),
     ]
     rig.run()
-    assert [rig.answer(request).fault for request in requests] == [None] * 4
+    assert [rig.answer(request).fault for request in requests] == [None] * len(requests)

@@ -28,6 +28,14 @@ def mixed_traffic(rig: Rig, fleet: SignatureFleet) -> dict[int, list[Answer]]:
         how: dict[str, object] = {"max_tokens": choose.randrange(1, 40)}
         if i % 3 == 2:
             how |= {"temperature": 1.5, "seed": i, "logprobs": 1, "presence_penalty": 0.4}
+        if i % 4 == 3:
+            how |= {
+                "temperature": 1.1,
+                "seed": i,
+                "top_p": 0.9,
+                "min_p": 0.01,
+                "top_k": 40 * (i % 8),
+            }
         if i % 7 == 6:
             how |= {"repetition_penalty": 1.4, "min_tokens": 3, "prompt_logprobs": 1}
         counts[rig.submit(prompt, adapter, n=n, **how)] = n
