@@ -26,7 +26,7 @@ from multilora_cli.engine.device_meter import DeviceMeter
 from multilora_cli.engine.engine import Engine, EngineParts
 from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.fair_order import FairOrder
-from multilora_cli.engine.largest_step import largest_step
+from multilora_cli.engine.largest_step import largest_step, sample_every_way
 from multilora_cli.engine.loader_threads import loader_threads, num_helpers
 from multilora_cli.engine.messages import Ready
 from multilora_cli.engine.model_runner import ModelRunner
@@ -200,6 +200,8 @@ class _Assembly:
             self._warm_up(decoder, lambda done, total: None)
             for graphs in self.graphs:
                 graphs.record_all(rehearse, lambda done, total: None)
+            vocab, sampled = self.geometry.vocab_size, self.builder.sampled
+            sample_every_way(torch.zeros(1, vocab, device=sampled.device), sampled)
         self.report("kernels", 1, 1)
 
     def _warm_up(self, decoder: Decoder, progress: Callable[[int, int], None]) -> None:

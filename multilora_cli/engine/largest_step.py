@@ -30,9 +30,16 @@ def largest_step(decoder: Decoder, builder: BatchBuilder, max_tokens: int, max_s
     token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
     hidden = decoder.forward(token_ids, context.slot_mapping.clamp(min=0), context)
     logits = decoder.logits(hidden[:max_seqs])
-    vocab = decoder.geometry.vocab_size
-    rows = [SamplingRow(_DEAREST, (0,), (0,))] * max_seqs
-    sample(logits, SamplingBatch.build(rows, vocab, device, builder.sampled))
+    sample_every_way(logits, builder.sampled)
+
+
+@torch.inference_mode()
+def sample_every_way(logits: torch.Tensor, sampled: torch.Tensor) -> None:
+    """Sample rows of logits float32 [R, V] in the dearest way, and one in every other that has
+    kernels of its own. `sampled` is the builder's."""
+    count, vocab = logits.shape
+    row = SamplingRow(_DEAREST, (0,), (0,))
+    sample(logits, SamplingBatch.build([row] * count, vocab, logits.device, sampled))
     for plain in _PLAIN:
         row = SamplingRow(plain, (), ())
-        sample(logits[:1], SamplingBatch.build([row], vocab, device, builder.sampled))
+        sample(logits[:1], SamplingBatch.build([row], vocab, logits.device, sampled))

@@ -171,8 +171,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
     """`array` on the device, without waiting for what runs there."""
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -12,8 +12,11 @@ from triton.runtime.jit import JITFunction
 
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.decode_graphs import DecodeGraphs, rehearse
+from multilora_cli.engine.largest_step import sample_every_way
+from multilora_cli.engine.messages import SamplingParams
 from multilora_cli.engine.prompt_graphs import PromptGraphs
 from multilora_cli.layers.context import StepContext
+from multilora_cli.layers.sampler import SamplingBatch, SamplingRow, sample
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.warm_up import warm_up
 from multilora_cli.sizing.budget import PromptStep
@@ -26,10 +29,12 @@ from multilora_kernels.segments import Segments
 from multilora_kernels.silu_mul import silu_mul
 from multilora_kernels.table import AdapterTable
 from tests.kernels.described_device import described_device, launches
+from tests.layers.test_sampler import random_rows
 
 __all__ = ["described_device"]
 
 MAX_TOKENS, CONTEXT, SLOTS = 4096, 4096, 9
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def _geometry(layers: int) -> ModelGeometry:
@@ -134,6 +139,26 @@ def test_no_step_needs_a_kernel_that_the_start_did_not_compile(
         for _ in range(12):
             start.step(random, slots)
     assert len(known) > 20
+    assert not [name for name, _ in set(compiled) - known]
+
+
+@pytest.mark.parametrize("vocab", [50_257, 128_256])
+def test_no_sampling_needs_a_kernel_that_the_start_did_not_compile(
+    described_device: torch.device, vocab: int
+) -> None:
+    """Any number of rows of any parameters, logits of captured steps and those taken of a few."""
+    sampled = torch.zeros(9, dtype=torch.int64, device=described_device)
+    logits = torch.zeros(40, vocab, device=described_device)
+    with launches() as compiled:
+        with compile_only(1):
+            sample_every_way(logits[:1], sampled)
+        known = set(compiled)
+        for count in (1, 2, 3, 16, 40):
+            greedy = [SamplingRow(GREEDY, (), ())] * count
+            for rows in (greedy, *(random_rows(seed, count) for seed in range(3))):
+                batch = SamplingBatch.build(rows, vocab, described_device, sampled)
+                sample(logits[:count], batch)
+    assert len(known) == 7
     assert not [name for name, _ in set(compiled) - known]
 
 
