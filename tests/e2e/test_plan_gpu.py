@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-STORAGES = ("none", "fp8", "awq")
+STORAGES = ("none", "awq", "fp8")
 GIB = 2**30
 LIMIT_S = 80  # of one start: kernels that nobody compiled yet take half of it
 
