@@ -187,6 +187,8 @@ def _memory_lines(ready: "Ready") -> list[str]:
         line = f"{part} {format_size(planned)} planned"
         if part in ready.allocated:
             line += f", {format_size(ready.allocated[part])} allocated"
+        elif part == "extras":
+            line += ", taken when an adapter with DoRA or biases first needs it"
         if part in off:
             line += f" ({off[part]:+.1%}, more than 2 % off)"
         lines.append(line)
