@@ -139,7 +139,7 @@ def fake_engine(
     """Decoder and builder in bfloat16; `num_layers` of the model's are enough for its memory."""
     windows = geometry.sliding_windows[:num_layers]
     cut = replace(geometry, num_layers=num_layers, sliding_windows=windows)
-    decoder = Decoder(cut, torch.bfloat16, CARD, _SOURCES[storage](geometry))
+    decoder = Decoder(cut, torch.bfloat16, CARD, stored(storage, geometry, CARD))
     page, pages = kv_page_bytes(cut, 2), 64
     pool = torch.empty(pages, page, dtype=torch.uint8, device=CARD)
     table = AdapterTable(
@@ -157,19 +157,19 @@ def _shape(geometry: ModelGeometry, group: str) -> tuple[int, int]:
     return sum(d_out for _, d_out in shapes), shapes[0][0]
 
 
-def _plain(geometry: ModelGeometry) -> None:
+def _plain(geometry: ModelGeometry, device: torch.device) -> None:
     return None
 
 
-def _fp8(geometry: ModelGeometry) -> LinearSource:
+def _fp8(geometry: ModelGeometry, device: torch.device) -> LinearSource:
     def weight(layer: int, group: str) -> Weight:
         n, k = _shape(geometry, group)
         return Fp8Linear(
             Fp8Weight(
-                q=torch.empty(n, k, dtype=torch.float8_e4m3fn, device=CARD),
-                scale=torch.empty(n, device=CARD),
-                counters=torch.zeros(-(-n // 64), dtype=torch.int32, device=CARD),
-                unit=torch.ones(1, device=CARD),
+                q=torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device),
+                scale=torch.empty(n, device=device),
+                counters=torch.zeros(-(-n // 64), dtype=torch.int32, device=device),
+                unit=torch.ones(1, device=device),
             ),
             torch.bfloat16,
         )
@@ -177,14 +177,14 @@ def _fp8(geometry: ModelGeometry) -> LinearSource:
     return weight
 
 
-def _awq(geometry: ModelGeometry) -> LinearSource:
+def _awq(geometry: ModelGeometry, device: torch.device) -> LinearSource:
     def weight(layer: int, group: str) -> Weight:
         n, k = _shape(geometry, group)
         padded = -(-n // 128) * 128
         packed = AwqWeight(
-            words=torch.empty(k // 128, padded, 32, dtype=torch.int16, device=CARD),
-            meta=torch.empty(k // 128, 1, padded, dtype=torch.int32, device=CARD),
-            counters=torch.zeros(padded // 64, dtype=torch.int32, device=CARD),
+            words=torch.empty(k // 128, padded, 32, dtype=torch.int16, device=device),
+            meta=torch.empty(k // 128, 1, padded, dtype=torch.int32, device=device),
+            counters=torch.zeros(padded // 64, dtype=torch.int32, device=device),
             out_features=n,
             in_features=k,
             scale_dtype=torch.float16,
@@ -194,6 +194,11 @@ def _awq(geometry: ModelGeometry) -> LinearSource:
     return weight
 
 
-_SOURCES: dict[str, Callable[[ModelGeometry], LinearSource | None]] = {
+_SOURCES: dict[str, Callable[[ModelGeometry, torch.device], LinearSource | None]] = {
     "none": _plain, "fp8": _fp8, "awq": _awq,
 }  # fmt: skip
+
+
+def stored(storage: str, geometry: ModelGeometry, device: torch.device) -> LinearSource | None:
+    """Uninitialised weights as "fp8" and "awq" are packed; None for "none"."""
+    return _SOURCES[storage](geometry, device)

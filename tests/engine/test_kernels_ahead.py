@@ -28,6 +28,7 @@ from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.silu_mul import silu_mul
 from multilora_kernels.table import AdapterTable
+from tests.engine.fake_card import stored
 from tests.kernels.described_device import described_device, launches
 from tests.layers.test_sampler import random_rows
 
@@ -51,10 +52,15 @@ class Start:
     """The owners of an engine's tensors, as a start puts them together."""
 
     def __init__(
-        self, device: torch.device, layers: int = 5, kv_dtype: torch.dtype | None = None
+        self,
+        device: torch.device,
+        layers: int = 5,
+        kv_dtype: torch.dtype | None = None,
+        storage: str = "none",
     ) -> None:
         self.geometry = _geometry(layers)
-        self.decoder = Decoder(self.geometry, torch.bfloat16, device)
+        weights = stored(storage, self.geometry, device)
+        self.decoder = Decoder(self.geometry, torch.bfloat16, device, weights)
         self.page = kv_page_bytes(self.geometry, 2 if kv_dtype is None else kv_dtype.itemsize)
         pool = torch.empty(64, self.page, dtype=torch.uint8, device=device)
         shapes = self.geometry.module_shapes
@@ -117,18 +123,23 @@ class Start:
 
 
 @pytest.mark.parametrize(
-    ("slots", "kv_dtype"),
+    ("slots", "kv_dtype", "storage"),
     [
-        ([0], None),
-        ([0, 1, 2, 3, 4], None),
-        ([0, 2, 5, 6, 7, 8], None),
-        ([0, 1, 6], torch.float8_e4m3fn),
+        ([0], None, "none"),
+        ([0, 1, 2, 3, 4], None, "none"),
+        ([0, 2, 5, 6, 7, 8], None, "none"),
+        ([0, 1, 6], torch.float8_e4m3fn, "none"),
+        ([0, 1], None, "fp8"),
+        ([0, 1], None, "awq"),
     ],
 )
 def test_no_step_needs_a_kernel_that_the_start_did_not_compile(
-    described_device: torch.device, slots: list[int], kv_dtype: torch.dtype | None
+    described_device: torch.device,
+    slots: list[int],
+    kv_dtype: torch.dtype | None,
+    storage: str,
 ) -> None:
-    start = Start(described_device, kv_dtype=kv_dtype)
+    start = Start(described_device, kv_dtype=kv_dtype, storage=storage)
     with launches() as compiled:
         with compile_only(1), start.decoder.few_layers():
             start.warm_up()
