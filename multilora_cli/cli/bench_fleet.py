@@ -1,10 +1,12 @@
 """What a bench takes from the fleet file: ranks where the server tells none, bounds on a card."""
 
+import json
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from multilora_cli.bench.arms import Program
     from multilora_cli.bench.bound import Costs
     from multilora_cli.bench.target import Adapter
     from multilora_cli.cli.bench_options import BenchOptions
@@ -12,26 +14,54 @@ if TYPE_CHECKING:
     from multilora_cli.sizing.report import PlanRequest
 
 
-def fleet_ranks(path: Path | None) -> dict[str, int]:
-    """Largest rank of every adapter of a fleet file, from the headers. Raises MloraError."""
-    return {shape.name: shape.max_rank for shape in _request(path, None).adapters}
+class FleetFile:
+    """The fleet file that a bench was given; headers of its adapters are read once, when asked."""
 
+    def __init__(self, options: "BenchOptions") -> None:
+        self._options = options
 
-def fleet_quantization(path: Path) -> str:
-    """none, fp8 or awq: of the base of a fleet file. Raises MloraError."""
-    return _request(path, None).quantization.method
+    @cached_property
+    def _card(self) -> "Gpu | None":
+        return _card(self._options)
 
+    @cached_property
+    def _request(self) -> "PlanRequest":
+        from multilora_cli.cli.plan_request import plan_request
 
-def fleet_costs(options: "BenchOptions", adapters: "Sequence[Adapter]") -> "Costs | None":
-    """What loads cost on the card, where it and the fleet are known. Raises BadInput."""
-    from multilora_cli.errors import BadInput
+        return plan_request(self._options.fleet, (), self._card, None, elsewhere=True)
 
-    if options.fleet is None and options.url is not None:
-        if options.gpu is not None:
-            raise BadInput("--gpu: needs FLEET, the file that says what the server serves")
-        return None
-    card = _card(options)
-    return None if card is None else _costs(_request(options.fleet, card), card, adapters)
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Largest rank of every adapter. Raises MloraError."""
+        return {shape.name: shape.max_rank for shape in self._request.adapters}
+
+    def costs(self, adapters: "Sequence[Adapter]", program: "Program") -> "Costs | None":
+        """What loads cost, where card and fleet are known and a load is saturated. BadInput."""
+        from multilora_cli.errors import BadInput
+
+        options = self._options
+        if options.fleet is None and options.url is not None:
+            if options.gpu is not None:
+                raise BadInput("--gpu: needs FLEET, the file that says what the server serves")
+            return None
+        if self._card is None or all(arm.open_loop for arm in program.arms):
+            return None
+        return _costs(self._request, self._card, adapters)
+
+    def quantization(self) -> str | None:
+        """Of the base: none, fp8 or awq; auto where only a checkpoint elsewhere says it."""
+        from multilora_cli.cli.base import local_base
+        from multilora_cli.fleet.load import load_fleet
+        from multilora_cli.sizing.quantization_config import read_quantization
+
+        if self._options.fleet is None and self._options.url is not None:
+            return None
+        loaded = load_fleet(self._options.fleet)
+        folder, wanted = local_base(loaded), loaded.fleet.base.quantization
+        if wanted != "auto" or folder is None:
+            return wanted
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return read_quantization(config.get("quantization_config"), str(folder)).method
 
 
 def _card(options: "BenchOptions") -> "Gpu | None":
@@ -48,12 +78,6 @@ def _card(options: "BenchOptions") -> "Gpu | None":
         return local_gpu()
     except BadInput:  # a card without figures in the table has no bound
         return None
-
-
-def _request(path: Path | None, card: "Gpu | None") -> "PlanRequest":
-    from multilora_cli.cli.plan_request import plan_request
-
-    return plan_request(path, (), card, None, elsewhere=True)
 
 
 def _costs(request: "PlanRequest", card: "Gpu", adapters: "Sequence[Adapter]") -> "Costs":

@@ -1,5 +1,6 @@
 """What `mlora bench` does between its flags and its report: servers, adapters, passes."""
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.bench.report import build_report
     from multilora_cli.bench.rows import append, row
     from multilora_cli.bench.target import raise_file_limit
-    from multilora_cli.cli.bench_fleet import fleet_costs, fleet_ranks
+    from multilora_cli.cli.bench_fleet import FleetFile
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
@@ -30,9 +31,11 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     raise_file_limit()
     async with AsyncExitStack() as stack:
         sides = await _sides(console, options, stack)
-        program = _program(options, sides)
-        costs = fleet_costs(options, sides[0].adapters)
-        facts = _facts(options, sides, program)
+        file = FleetFile(options)
+        ranks = sides[0].fleet.ranks or ({} if options.fleet is None else file.ranks)
+        program = _program(options, sides, ranks)
+        costs = file.costs(sides[0].adapters, program)
+        facts = _facts(options, sides, program, file.quantization())
         live = stack.enter_context(Live(console))
 
         def ended(done: "Pass") -> None:
@@ -43,7 +46,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
         settings = Settings(
             prompts=prompts,
             slo=slo,
-            ranks=fleet_ranks(options.fleet) if options.url and options.fleet else {},
+            ranks=ranks,
             tell=live.tell,
             ended=ended,
             costs=costs,
@@ -162,24 +165,24 @@ def _twins(first: "Side", fleet: "Fleet") -> "tuple[Adapter, ...]":
     return fleet.adapters[: len(wanted)]
 
 
-def _program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
+def _program(
+    options: BenchOptions, sides: "tuple[Side, ...]", ranks: Mapping[str, int]
+) -> "Program":
     from multilora_cli.bench.arms import only
 
-    program = _whole_program(options, sides)
+    program = _whole_program(options, sides, ranks)
     return program if options.compare is None else only(program, options.compare.split(","))
 
 
-def _whole_program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program":
+def _whole_program(
+    options: BenchOptions, sides: "tuple[Side, ...]", ranks: Mapping[str, int]
+) -> "Program":
     from dataclasses import replace
 
     from multilora_cli.bench.arms import Room, Workload, fit, make_program, trace_program
-    from multilora_cli.cli.bench_fleet import fleet_ranks
     from multilora_cli.sizing.trace import read_trace
 
     lengths = [s.fleet.max_model_len for s in sides if s.fleet.max_model_len is not None]
-    ranks = dict(sides[0].fleet.ranks)
-    if options.fleet is not None and not ranks:
-        ranks = fleet_ranks(options.fleet)
     room = Room(
         num_adapters=min(len(side.adapters) for side in sides),
         ranks=tuple(ranks.get(adapter.name) for adapter in sides[0].adapters),
@@ -201,14 +204,12 @@ def _whole_program(options: BenchOptions, sides: "tuple[Side, ...]") -> "Program
     return replace(program, arms=tuple(fit(arm, room) for arm in program.arms))
 
 
-def _quantization(fleet: Path | None) -> str | None:
-    """Of the base, as its fleet file or its checkpoint says; None where neither is known."""
-    from multilora_cli.cli.bench_fleet import fleet_quantization
-
-    return None if fleet is None else fleet_quantization(fleet)
-
-
-def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program") -> dict[str, Any]:
+def _facts(
+    options: BenchOptions,
+    sides: "tuple[Side, ...]",
+    program: "Program",
+    quantization: str | None,
+) -> dict[str, Any]:
     from multilora_cli.bench.environment import command_line, commit, environment
     from multilora_cli.bench.target import public_url
 
@@ -238,7 +239,7 @@ def _facts(options: BenchOptions, sides: "tuple[Side, ...]", program: "Program")
             "lengths": options.lengths,
             "for_s": options.limit,
             "adapters_from": options.adapters_from,
-            "quantization": _quantization(options.fleet),
+            "quantization": quantization,
             "prompts": options.prompts,
             "ignore_eos": options.ignore_eos,
             "slo": options.slo,
