@@ -118,7 +118,7 @@ def fake_card(chip: Chip) -> Iterator[None]:
     patch.setattr(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None)
     patch.setattr(Staging, "upload", lambda *args: None)
     patch.setattr(SideStream, "__init__", lambda *args: None)
-    patch.setattr(SideStream, "beside", lambda _, main, side: (main(), side()))
+    patch.setattr(SideStream, "beside", lambda _, main, side, *args: (main(), side()))
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
     force_chip(chip)
