@@ -1,9 +1,13 @@
 """The engine on a CUDA device: the same answers, loads beside running steps, memory as planned."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from multilora_cli.engine.batch_plan import ScheduledBatch
+from multilora_cli.engine.page_copier import PageCopier
+from multilora_kernels.layout import ImagePlan
 from tests.engine.conftest import SignatureFleet
 from tests.engine.engine_kit import Rig
 
@@ -47,6 +51,29 @@ def test_adapters_come_and_go_beside_running_steps(fleet: SignatureFleet) -> Non
     for request, k in requests.items():
         assert rig.answer(request).tokens == [k + 1] * 6
     assert rig.owned_pages() == 0 and rig.references() == 0
+
+
+@dataclass(frozen=True)
+class _Image:
+    pages: torch.Tensor
+    plan: ImagePlan | None = None
+
+
+def test_a_step_behind_a_copy_reads_what_was_copied() -> None:
+    """Launched while a copy of 256 MiB is under way, which the host does not wait for."""
+    size, count = 2**21, 128
+    images = [torch.full((count, size), value, dtype=torch.uint8).pin_memory() for value in (7, 9)]
+    pool = torch.zeros(2 * count, size, dtype=torch.uint8, device="cuda:0")
+    copier = PageCopier(pool)
+    torch.cuda.synchronize()
+    pages = list(range(1, 2 * count, 2))
+    copies = [copier.start(_Image(image), pages) for image in images]
+    was_done = copies[1].done()
+    assert copies[1].order()
+    read = pool[pages].amin(1)
+    assert not was_done and not copies[1].done(), "the copy was done before the step was launched"
+    assert read.tolist() == [9] * count and copies[1].done()
+    assert int(pool[0].max()) == 0
 
 
 def test_workspace_stays_within_the_plan(fleet: SignatureFleet) -> None:
