@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.awq_words import exact_weights, negated_zero, scale_of
 from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
 from multilora_kernels.slices import SLICE_BYTES, multiply_slices, slice_rows
@@ -88,57 +89,6 @@ def unpack(weight: AwqWeight) -> Int4Matrix:
     return Int4Matrix(q[:n].to(torch.uint8), (meta[:n] & 0xF).to(torch.uint8), scale[:n])
 
 
-@triton.constexpr_function
-def _unpack_asm(shift, fp16):
-    # magic: an exponent under which 4 mantissa bits count in ones: bf16 128 + q, fp16 1024 + q.
-    magic, one = ("0x64006400", "0x3C003C00") if fp16 else ("0x43004300", "0x3F803F80")
-    move = f"shr.u32 t, $1, {shift};" if shift else "mov.b32 t, $1;"
-    kind = "f16x2" if fp16 else "bf16x2"
-    return (
-        f"{{ .reg .b32 t, o; {move} lop3.b32 t, t, 0x000F000F, {magic}, 0xEA;"
-        f" mov.b32 o, {one}; fma.rn.{kind} $0, t, o, $2; }}"
-    )
-
-
-@triton.jit
-def _zero_of(meta, CT: tl.constexpr):
-    """-(magic + zero) in CT, or -zero under the interpreter (CT is fp32 there)."""
-    zero = meta & 0xF
-    if tl.float32 == CT:
-        negated = -zero.to(tl.float32)
-    elif tl.float16 == CT:
-        negated = (zero | 0xE400).to(tl.int16).to(tl.float16, bitcast=True)
-    else:
-        negated = (zero | 0xC300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return negated
-
-
-@triton.jit
-def _scale_of(meta, SCALE: tl.constexpr):
-    bits = meta >> 16
-    if tl.float16 == SCALE:
-        scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:  # the upper half of an fp32 is a bf16
-        scale = (bits << 16).to(tl.float32, bitcast=True)
-    return scale
-
-
-@triton.jit
-def _weights(words, neg_zero, QUARTER: tl.constexpr, CT: tl.constexpr):
-    """q - zero of one quarter of a block, exact, in CT; two weights per instruction."""
-    if tl.float32 == CT:
-        w = ((words.to(tl.int32) >> (4 * QUARTER)) & 0xF).to(tl.float32) + neg_zero
-    elif tl.float16 == CT:
-        w = tl.inline_asm_elementwise(
-            _unpack_asm(4 * QUARTER, True), "=r,r,r", [words, neg_zero], tl.float16, True, 2
-        )
-    else:
-        w = tl.inline_asm_elementwise(
-            _unpack_asm(4 * QUARTER, False), "=r,r,r", [words, neg_zero], tl.bfloat16, True, 2
-        )
-    return w
-
-
 @triton.jit
 def _load_x(x_ptrs, in_batch, c, in_k, EVEN_K: tl.constexpr):
     if EVEN_K:
@@ -163,19 +113,19 @@ def _sum_blocks(
             acc = tl.where(half, 0.0, acc)
         words = tl.load(word_ptrs)
         meta = tl.load(meta_ptrs)
-        zero = _zero_of(meta, CT)[:, None]
+        zero = negated_zero(meta, CT)[:, None]
         part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for quarter in tl.static_range(4):
             in_k = K - block * 128 - 32 * quarter
             x = _load_x(x_ptrs + 32 * quarter, in_batch, c, in_k, EVEN_K)
-            part = tl.dot(_weights(words, zero, quarter, CT), x.to(CT), part)
+            part = tl.dot(exact_weights(words, zero, quarter, CT), x.to(CT), part)
             if quarter < 3 and ((quarter + 1) * GROUPS) % 4 == 0:
                 # This group ends here: scale it and take up the next one's scale and zero.
-                acc += part * _scale_of(meta, SCALE)[:, None]
+                acc += part * scale_of(meta, SCALE)[:, None]
                 part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
                 meta = tl.load(meta_ptrs + ((quarter + 1) * GROUPS // 4) * N_padded)
-                zero = _zero_of(meta, CT)[:, None]
-        acc += part * _scale_of(meta, SCALE)[:, None]
+                zero = negated_zero(meta, CT)[:, None]
+        acc += part * scale_of(meta, SCALE)[:, None]
         word_ptrs += N_padded * 32
         meta_ptrs += N_padded * GROUPS
         x_ptrs += 128
@@ -258,7 +208,7 @@ def dequantise_kernel(
         group = quarter * GROUPS // 4
         meta = tl.load(meta_ptr + (block * GROUPS + group) * N_padded + n, mask=n < n_stop)
         q = ((words.to(tl.int32) >> (4 * quarter)) & 0xF) - (meta & 0xF)[:, None]
-        w = q.to(tl.float32) * _scale_of(meta, SCALE)[:, None]
+        w = q.to(tl.float32) * scale_of(meta, SCALE)[:, None]
         in_k = (block * 128 + 32 * quarter + c < K)[None, :]
         tl.store(out + 32 * quarter, w.to(w_ptr.dtype.element_ty), mask=inside & in_k)
 

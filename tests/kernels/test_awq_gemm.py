@@ -12,6 +12,7 @@ from multilora_kernels.awq_gemm import (
     dequantise,
 )
 from multilora_kernels.awq_pack import pack
+from multilora_kernels.awq_wide import run_wide
 from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
 from multilora_kernels.split_k import Tile, bucket_of, choose_split
@@ -83,6 +84,31 @@ def test_a_nan_row_stays_alone() -> None:
     poisoned = awq_gemm(x, weight)
     assert bool(poisoned[2].isnan().all())
     assert torch.equal(poisoned[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("n", "k", "group", "m"),
+    [(64, 128, 128, 1), (96, 384, 64, 19), (130, 192, 32, 17), (64, 576, 64, 33), (200, 640, -1, 8)],
+)
+@pytest.mark.parametrize("split_k", [1, 3])
+def test_wide_kernel_matches_reference(n: int, k: int, group: int, m: int, split_k: int) -> None:
+    weight = random_weight(n, k, group)
+    x = random_x(m, k, torch.float16)
+    y = run_wide(x, weight, Tile(block_n=128, block_m=32, split_k=split_k))
+    assert relative_error(y, awq_gemm_ref(x.double(), weight)) < 1e-3
+    assert not weight.counters.any()
+
+
+@pytest.mark.interpreter
+def test_a_nan_row_stays_alone_in_the_wide_kernel() -> None:
+    weight = random_weight(64, 256, 64)
+    x = random_x(19, 256, torch.float16)
+    tile = Tile(block_n=64, block_m=16, split_k=2)
+    clean = run_wide(x, weight, tile)
+    x[18] = float("nan")  # the row that stands in for those past the end
+    poisoned = run_wide(x, weight, tile)
+    assert bool(poisoned[18].isnan().all()) and torch.equal(poisoned[:18], clean[:18])
 
 
 @pytest.mark.interpreter
