@@ -31,7 +31,9 @@ from multilora_kernels.split_k import (
     Tile,
     bucket_of,
     choose_tile,
+    prefetch_rows,
     split_range,
+    store_wide_sum,
     sum_partials,
     workspace,
 )
@@ -41,14 +43,19 @@ OP = "fp8_gemm"
 
 @triton.jit
 def _sum_blocks(
-    x_ptrs, w_ptrs, sx_ptrs, sw_ptrs, in_batch, c, first, last, K,
+    x_ptrs, w_ptrs, sx_ptrs, sw_ptrs, in_batch, c, first, last, per_part, K,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKWISE: tl.constexpr, EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr, CT: tl.constexpr,
+    STAGES: tl.constexpr, CT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    first_part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     final = tl.cdiv(K, 128) - 1
     sw = tl.load(sw_ptrs + tl.minimum(first, final)) if BLOCKWISE else 1.0
     for block in tl.range(first, last, num_stages=STAGES):
+        if PARTS == 2:
+            half = block == first + per_part
+            first_part = tl.where(half, acc, first_part)
+            acc = tl.where(half, 0.0, acc)
         if EVEN_K:
             w = tl.load(w_ptrs)
             x = tl.load(x_ptrs, mask=in_batch[None, :], other=0.0)
@@ -66,7 +73,15 @@ def _sum_blocks(
             acc = tl.dot(w.to(CT), x.to(CT), acc, max_num_imprecise_acc=128)
         w_ptrs += 128
         x_ptrs += 128
-    return acc
+    return acc + first_part if PARTS == 2 else acc
+
+
+@triton.jit
+def _scale_sums(acc, sx_ptrs, sw_ptrs, in_batch, in_n):
+    """acc [N, M] times its channels' and its rows' scales."""
+    sx = tl.load(sx_ptrs, mask=in_batch, other=0.0)
+    channel = tl.load(sw_ptrs, mask=in_n, other=0.0)
+    return acc * channel[:, None] * sx[None, :]
 
 
 @triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
@@ -89,12 +104,15 @@ def fp8_gemm_kernel(
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     CT: tl.constexpr,
+    PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     pid_m = tl.program_id(2)
-    first, last, _ = split_range(K, SPLIT_K, 1)
+    first, last, per_part = split_range(K, SPLIT_K, PARTS)
     n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, 128)
@@ -104,22 +122,31 @@ def fp8_gemm_kernel(
     w_ptrs = w_ptr + row[:, None] * K + first * 128 + c[None, :]
     x_ptrs = x_ptr + m[None, :].to(tl.int64) * K + first * 128 + c[:, None]
     if PDL:
+        if PREFETCH > 0:
+            prefetch_rows(w_ptr + row * K, first * 128, K, PREFETCH, 128)
         tl.extra.cuda.gdc_wait()
     acc = _sum_blocks(
         x_ptrs, w_ptrs, sx_ptr + m * stride_sx, sw_ptr + (pid_n * BLOCK_N // 128) * tl.cdiv(K, 128),
-        in_batch, c, first, last, K, BLOCK_N, BLOCK_M, BLOCKWISE, EVEN_K, STAGES, CT,
+        in_batch, c, first, last, per_part, K,
+        BLOCK_N, BLOCK_M, BLOCKWISE, EVEN_K, STAGES, CT, PARTS,
     )  # fmt: skip
-    acc, is_last = sum_partials(
-        acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
-    )
-    if is_last:
+    if WIDE:
+        # The scales first, so that the partials of a tile can be added a few rows at a time.
         if not BLOCKWISE:
-            sx = tl.load(sx_ptr + m * stride_sx, mask=in_batch, other=0.0)
-            channel = tl.load(sw_ptr + n, mask=n < N, other=0.0)
-            acc = acc * channel[:, None] * sx[None, :]
-        y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
-        mask = in_batch[None, :] & (n < N)[:, None]
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+            acc = _scale_sums(acc, sx_ptr + m * stride_sx, sw_ptr + n, in_batch, n < N)
+        store_wide_sum(
+            acc, y_ptr, partial_ptr, counter_ptr, M, N, BLOCK_N, BLOCK_M, SPLIT_K, PDL
+        )
+    else:
+        acc, is_last = sum_partials(
+            acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
+        )
+        if is_last:
+            if not BLOCKWISE:
+                acc = _scale_sums(acc, sx_ptr + m * stride_sx, sw_ptr + n, in_batch, n < N)
+            y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+            mask = in_batch[None, :] & (n < N)[:, None]
+            tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -335,8 +362,11 @@ def run_split(
         EVEN_K=k % BLOCK_K == 0,
         STAGES=tile.num_stages,
         CT=tl.float32 if triton.knobs.runtime.interpret else tl.float8e4nv,
+        PARTS=tile.parts,
         PAIRS=tile.pairs,
         PDL=tile.pdl,
+        PREFETCH=tile.prefetch,
+        WIDE=tile.wide,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=tile.pdl,

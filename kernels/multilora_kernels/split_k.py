@@ -31,8 +31,27 @@ class Tile:
     # the last one adds the partials in pairs (pairs = 2). Both give the same bits.
     parts: int = 1
     pairs: int = 1
-    # Programmatic dependent launch: the program starts while the kernel before it still runs.
+    # Programmatic dependent launch: the program starts while the kernel before it still runs and
+    # asks the L2 for the first `prefetch` lines of 128 bytes of each of its rows of weights.
     pdl: bool = False
+    prefetch: int = 0
+    # Partials are added a few rows at a time (store_wide_sum): for tiles that fill the registers.
+    wide: bool = False
+
+
+@triton.jit
+def prefetch_rows(row_ptrs, first, K, LINES: tl.constexpr, PER_LINE: tl.constexpr):
+    """Ask the L2 for `LINES` lines of 128 bytes, `PER_LINE` weights each, of every row from
+    column `first` on."""
+    line = tl.minimum(first + tl.arange(0, LINES) * PER_LINE, K - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [(row_ptrs[:, None] + line[None, :]).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
