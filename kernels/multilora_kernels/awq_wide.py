@@ -19,7 +19,7 @@ import triton.language as tl
 
 from multilora_kernels.awq_words import negated_zero, scale_of, scaled_weights
 from multilora_kernels.launch import Chip, cdiv
-from multilora_kernels.split_k import BLOCK_K, Tile, split_range, store_wide_sum, workspace
+from multilora_kernels.split_k import BLOCK_K, Tile, piece_rows, split_range, store_wide_sum, workspace
 
 if TYPE_CHECKING:
     from multilora_kernels.awq_gemm import AwqWeight
@@ -72,6 +72,7 @@ def awq_wide_kernel(
     STAGES: tl.constexpr,
     SCALE: tl.constexpr,
     CT: tl.constexpr,
+    PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first, last, _ = split_range(K, SPLIT_K, 1)
@@ -91,7 +92,9 @@ def awq_wide_kernel(
         x_ptrs, word_ptrs, meta_ptrs, c, first, last, K, N_padded,
         BLOCK_N, BLOCK_M, GROUPS, EVEN_K, STAGES, SCALE, CT,
     )  # fmt: skip
-    store_wide_sum(acc, y_ptr, partial_ptr, counter_ptr, M, N, BLOCK_N, BLOCK_M, SPLIT_K, PDL)
+    store_wide_sum(
+        acc, y_ptr, partial_ptr, counter_ptr, M, N, BLOCK_N, BLOCK_M, SPLIT_K, PIECE, PDL
+    )
 
 
 def run_wide(x: torch.Tensor, weight: "AwqWeight", tile: Tile) -> torch.Tensor:
@@ -122,6 +125,7 @@ def run_wide(x: torch.Tensor, weight: "AwqWeight", tile: Tile) -> torch.Tensor:
         STAGES=tile.num_stages,
         SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
         CT=tl.float32 if triton.knobs.runtime.interpret else wide,
+        PIECE=piece_rows(tile),
         PDL=tile.pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,4 +1,4 @@
-"""A few rows times a 16-bit weight, at memory speed.
+"""Rows times a 16-bit weight: a kernel for very few, others or the library for more.
 
     y[m, n] = sum_k x[m, k] * w[n, k]
 
@@ -6,8 +6,8 @@ x  [M, K]  bf16 or fp16, M <= 4, rows contiguous     w  [N, K]  x's dtype, rows 
 y  [M, N]  x's dtype or fp32, allocated here         nothing is written in place
 
 A program owns a few rows of W and walks along K with fp32 sums kept by position, added at the
-end: no split, one launch, and each row's order of sums is the same whatever M is. Where cuBLAS
-measures better, the multiply is `torch.nn.functional.linear`.
+end: no split, one launch, and each row's order of sums is the same whatever M is. More rows go to
+`bf16_rows` where that was measured to be faster than the library, which does the others.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels import bf16_rows
 from multilora_kernels.launch import Chip, cdiv, chip_for, next_power_of_2, on_host, tuned_table
 
 OP = "bf16_gemv"
@@ -116,7 +117,7 @@ class GemvLaunch:
 
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
-    """Launch of x [m, k] times w [n, k], or None: cuBLAS. What sets the order of sums (block_k
+    """Launch of x [m, k] times w [n, k], or None: no kernel of this file. What sets the order of sums (block_k
     and the threads of a row) is chosen by n and k alone.
     """
     best = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
@@ -170,7 +171,7 @@ def bf16_gemv(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times w [N, K], [M, N]: the kernel where it is faster, else the library.
+    """x [M, K] times w [N, K], [M, N]: a kernel where one is faster, else the library.
 
     Any M, on a CPU and in fp32 too. `dtype` fp32 keeps the sums of 16-bit products as they are.
     `out` [M, N], contiguous and of the result's dtype, is written to where it is given.
@@ -182,9 +183,13 @@ def bf16_gemv(
     assert out is None or (out.shape == (m, w.shape[0]) and out.dtype == wanted)
     assert out is None or out.is_contiguous()
     if _fits(x, w):
-        launch = choose_launch(m, w.shape[0], k, chip_for(x.device))
-        if launch is not None:
-            return run_gemv(x, w, launch, dtype, out)
+        shape = (m, w.shape[0], k, chip_for(x.device))
+        few = choose_launch(*shape)
+        if few is not None:
+            return run_gemv(x, w, few, dtype, out)
+        rows = bf16_rows.choose_launch(*shape)
+        if rows is not None:
+            return bf16_rows.run_rows(x, w, rows, dtype, out)
     if wanted != x.dtype and x.is_cuda:
         if out is None:
             return torch.mm(x, w.t(), out_dtype=wanted)
@@ -194,11 +199,10 @@ def bf16_gemv(
 
 
 def _fits(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether the kernel can do it."""
-    if on_host(x.device):
+    """Whether a kernel of ours can do it."""
+    if on_host(x.device) or x.shape[0] == 0:
         return False
-    rows_fit = 0 < x.shape[0] <= MAX_ROWS and x.stride(1) == 1 and w.stride(1) == 1
-    return rows_fit and x.dtype.itemsize == 2
+    return x.dtype.itemsize == 2 and x.stride(1) == 1 and w.stride(1) == 1
 
 
 def bf16_gemv_ref(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from multilora_kernels.split_k import (
     Tile,
     bucket_of,
     choose_tile,
+    piece_rows,
     prefetch_rows,
     split_range,
     store_wide_sum,
@@ -109,6 +110,7 @@ def fp8_gemm_kernel(
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
     WIDE: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     pid_m = tl.program_id(2)
@@ -135,7 +137,7 @@ def fp8_gemm_kernel(
         if not BLOCKWISE:
             acc = _scale_sums(acc, sx_ptr + m * stride_sx, sw_ptr + n, in_batch, n < N)
         store_wide_sum(
-            acc, y_ptr, partial_ptr, counter_ptr, M, N, BLOCK_N, BLOCK_M, SPLIT_K, PDL
+            acc, y_ptr, partial_ptr, counter_ptr, M, N, BLOCK_N, BLOCK_M, SPLIT_K, PIECE, PDL
         )
     else:
         acc, is_last = sum_partials(
@@ -299,6 +301,9 @@ def concatenate(weights: list[Fp8Weight]) -> Fp8Weight:
 
 # Batches up to here take the split kernel where nothing was tuned.
 _MAX_SPLIT = 64
+# Lines of each row asked for before the wait. Between the small kernels of a layer 2 save 1.8 of 73
+# us at one row, 1.8 of 77 at 16 and at 64; 8 cost 2 to 3 (H200).
+_PREFETCH = 2
 # Below 16 rows Triton takes fp16 instructions on Hopper, which sum differently from FP8's.
 _SMALLEST = 16
 
@@ -322,7 +327,7 @@ def choose_launch(
     """Launch of xq [m, k] times weights [n, k]; the order of a tile's sums ignores m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m <= int(shape.get("max_split", _MAX_SPLIT)):
-        base = Tile(block_m=bucket_of(m, _SMALLEST))
+        base = Tile(block_m=bucket_of(m, _SMALLEST), prefetch=_PREFETCH)
         return choose_tile(OP, base, n, k, chip, _stage_bytes)
     if blockwise:
         return Path.WIDENED
@@ -367,6 +372,7 @@ def run_split(
         PDL=tile.pdl,
         PREFETCH=tile.prefetch,
         WIDE=tile.wide,
+        PIECE=piece_rows(tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=tile.pdl,

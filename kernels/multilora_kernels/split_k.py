@@ -115,10 +115,11 @@ def sum_partials(
 @triton.jit
 def store_wide_sum(
     acc, y_ptr, partial_ptr, counter_ptr, M, N,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, PIECE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = the sum of a tile's partials acc [BLOCK_N, BLOCK_M], for tiles that fill the
-    registers: the last program adds a few rows of y at a time. Same grid as `sum_partials`.
+    registers: the last program adds PIECE rows of y at a time. Same grid as `sum_partials`.
 
     partial is fp32 [SPLIT_K, tiles, BLOCK_M, BLOCK_N].
     """
@@ -144,8 +145,8 @@ def store_wide_sum(
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
         if arrived == SPLIT_K - 1:
-            for row in tl.range(0, tl.minimum(M - first_m, BLOCK_M), 16):
-                r = row + tl.arange(0, 16)
+            for row in tl.range(0, tl.minimum(M - first_m, BLOCK_M), PIECE):
+                r = row + tl.arange(0, PIECE)
                 inside = (first_m + r < M)[:, None]
                 base = partial_ptr + r[:, None] * BLOCK_N + n[None, :]
                 # .cg: another SM's partials are read from L2, never from this SM's stale L1.
@@ -157,6 +158,12 @@ def store_wide_sum(
                 mask = inside & (first_n + n < N)[None, :]
                 tl.store(out, total.to(y_ptr.dtype.element_ty), mask=mask)
             tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
+
+
+def piece_rows(tile: Tile) -> int:
+    """Rows of y that `store_wide_sum` adds at a time: 64 registers a thread hold their partials."""
+    rows = 64 * 32 * tile.num_warps // (tile.block_n * tile.split_k)
+    return max(8, min(tile.block_m, 1 << max(0, rows.bit_length() - 1)))
 
 
 def choose_split(num_tiles: int, num_blocks: int, num_sms: int) -> int:
@@ -208,6 +215,7 @@ def choose_tile(
         parts=2 if fine_up_to and not fine else 1,
         pairs=2 if fine else 1,
         pdl=chip.has_pdl and bool(best.get("pdl", True)),
+        prefetch=int(best.get("prefetch", base.prefetch)),
     )
     while stage_bytes(tile) * tile.num_stages + 2048 > chip.shared_bytes and tile.num_stages > 2:
         tile = replace(tile, num_stages=tile.num_stages - 1)
