@@ -10,7 +10,8 @@ the left operand (N in the place of a matrix multiply's M), so that a batch of 8
 tensor-core rows; q - zero is exact in bf16 and fp16, scales are applied to fp32 sums once a group.
 K is split over programs; the split depends on N, K and the chip alone, so that a row's bits
 depend neither on the rows beside it nor, within this path, on how many there are.
-Larger batches dequantise slices of N to 16 bits and multiply those with the vendor's library.
+Larger batches run `awq_wide` where that measures better, or dequantise slices of N to 16 bits and
+multiply those with the vendor's library.
 """
 
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels import awq_wide
+from multilora_kernels.awq_wide import WideLaunch, run_wide
 from multilora_kernels.awq_words import exact_weights, negated_zero, scale_of
 from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
@@ -215,9 +218,10 @@ def dequantise_kernel(
 
 @dataclass(frozen=True)
 class AwqLaunch:
-    """One multiply: fused under `tile`, or (None) `slice_n` rows of W dequantised at a time."""
+    """One multiply: fused under `tile`, or `wide`, or `slice_n` rows of W dequantised at a time."""
 
-    tile: Tile | None
+    tile: Tile | None = None
+    wide: WideLaunch | None = None
     slice_n: int = 0
 
 
@@ -233,9 +237,12 @@ def _stage_bytes(tile: Tile) -> int:
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
     """Launch of x [m, k] times weights [n, k]; only the tile, never the split, depends on m."""
+    wide = awq_wide.choose_launch(m, n, k, chip)
+    if wide is not None:
+        return AwqLaunch(wide=wide)
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m > int(shape.get("max_fused", _MAX_FUSED)):
-        return AwqLaunch(None, slice_rows(n, k, int(shape.get("slice_bytes", SLICE_BYTES))))
+        return AwqLaunch(slice_n=slice_rows(n, k, int(shape.get("slice_bytes", SLICE_BYTES))))
     block_m = bucket_of(m)
     base = Tile(block_m=block_m, num_warps=2 if block_m <= 16 else 4)
     return AwqLaunch(choose_tile(OP, base, n, k, chip, _stage_bytes))
@@ -322,6 +329,8 @@ def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
     launch = choose_launch(m, weight.out_features, k, chip_for(x.device))
     if launch.tile is not None:
         return run_fused(x, weight, launch.tile)
+    if launch.wide is not None:
+        return run_wide(x, weight, launch.wide)
     return run_sliced(x, weight, launch.slice_n)
 
 

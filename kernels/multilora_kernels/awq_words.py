@@ -24,9 +24,11 @@ def _exact_asm(shift, fp16):
 def _scaled_asm(shift, fp16, two_scales):
     kind = "f16x2" if fp16 else "bf16x2"
     exact = _exact_asm(shift, fp16).replace("$0", "t")[:-1]
+    # A product is written as a sum with zero: bf16 has no multiplication of its own before sm_90.
+    times = f"{exact} .reg .b32 z; mov.b32 z, 0; fma.rn.{kind}"
     if two_scales:  # (q - zero) * low is exact, and the sum rounds once
-        return f"{exact} mul.rn.{kind} o, t, $4; fma.rn.{kind} $0, t, $3, o; }}"
-    return f"{exact} mul.rn.{kind} $0, t, $3; }}"
+        return f"{times} o, t, $4, z; fma.rn.{kind} $0, t, $3, o; }}"
+    return f"{times} $0, t, $3, z; }}"
 
 
 @triton.jit

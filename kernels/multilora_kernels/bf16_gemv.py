@@ -117,8 +117,8 @@ class GemvLaunch:
 
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> GemvLaunch | None:
-    """Launch of x [m, k] times w [n, k], or None: no kernel of this file. What sets the order of sums (block_k
-    and the threads of a row) is chosen by n and k alone.
+    """Launch of x [m, k] times w [n, k], or None: this kernel is not the fastest. What sets the
+    order of sums (block_k and the threads of a row) is chosen by n and k alone.
     """
     best = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m > int(best.get("max_rows", _MAX_FASTER)):

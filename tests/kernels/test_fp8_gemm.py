@@ -100,7 +100,8 @@ def test_the_split_never_depends_on_the_batch(n: int, k: int, chip: Chip) -> Non
     ):
         tiles = [choose(m) for m in range(1, 65)]
         assert all(isinstance(tile, Tile) for tile in tiles)
-        assert len({tile.split_k for tile in tiles if isinstance(tile, Tile)}) == 1
+        orders = {(t.split_k * t.parts, t.pairs * t.parts) for t in tiles if isinstance(t, Tile)}
+        assert len(orders) == 1
     assert op.choose_launch(4096, n, k, chip, blockwise=False) is op.Path.ROWS
     # The row-wise library form knows no fp16: its bf16 result would be 4 times too coarse.
     assert op.choose_launch(4096, n, k, chip, False, torch.float16) is op.Path.SCALED
@@ -121,6 +122,18 @@ def test_kernel_matches_reference(n: int, k: int, m: int, kind: str, split_k: in
     exact = fp8_gemm_ref(xq, sx, weight, torch.float64, torch.float64)
     assert relative_error(y, exact) < 1e-3
     assert not weight.counters.any()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("k", [1024, 1152, 640])
+def test_a_fine_split_and_a_split_of_two_parts_give_the_same_bits(k: int) -> None:
+    weight = random_weight(64, k, "channel")
+    xq, sx = weight.quantise(random_x(3, k, torch.float16))
+    coarse, fine = (
+        op.run_split(xq, sx, weight, torch.float16, Tile(split_k=split, parts=parts, pairs=pairs))
+        for split, parts, pairs in ((2, 2, 1), (4, 1, 2))
+    )
+    assert torch.equal(coarse, fine)
 
 
 @pytest.mark.interpreter

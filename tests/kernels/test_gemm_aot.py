@@ -1,14 +1,30 @@
 """Base multiplies compiled ahead of time for four chips, within each chip's shared memory."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import triton.language as tl
 
-from multilora_kernels import awq_gemm, bf16_gemv, fp8_gemm, fp8_quant, fp8_weight_only
+from multilora_kernels import (
+    awq_gemm,
+    awq_wide,
+    bf16_gemv,
+    bf16_rows,
+    fp8_gemm,
+    fp8_quant,
+    fp8_weight_only,
+)
 from multilora_kernels.launch import Chip
-from multilora_kernels.split_k import Tile
-from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
+from multilora_kernels.split_k import Tile, piece_rows
+from tests.kernels.aot import (
+    ARCHITECTURES,
+    assert_fits,
+    assert_waits_first,
+    compiled_for,
+    registers_and_spills,
+)
 
 CHIPS = {
     80: Chip("NVIDIA A100", 80, 108),
@@ -60,6 +76,82 @@ def test_awq_gemm(sm: int, m: int, groups: int, even: bool) -> None:
     check(awq_gemm.awq_gemm_kernel, signature, values, sm, tile)
 
 
+WIDE_SIGNATURE = {
+    "x_ptr": "*bf16",
+    "words_ptr": "*i16",
+    "meta_ptr": "*i32",
+    "y_ptr": "*bf16",
+    "partial_ptr": "*fp32",
+    "counter_ptr": "*i32",
+    "M": "i32",
+    **dict.fromkeys(("N", "K", "N_padded", "stride_xm"), "i32:16"),
+}
+
+
+def wide_constexprs(tile: Tile, quarters: int, groups: int = 1) -> dict[str, Any]:
+    return {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_M": tile.block_m,
+        "SPLIT_K": tile.split_k,
+        "GROUPS": groups,
+        "EVEN_K": groups == 1,
+        "STAGES": tile.num_stages,
+        "SCALE": tl.float16,
+        "CT": tl.bfloat16,
+        "QUARTERS": quarters,
+        "PIECE": piece_rows(tile),
+        "PDL": tile.pdl,
+    }
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_awq_wide(sm: int) -> None:
+    tile = Tile(block_n=64, block_m=64, split_k=2, num_stages=2, pdl=sm >= 90)
+    constexprs = wide_constexprs(tile, 2, groups=4)
+    assert_fits(awq_wide.awq_wide_kernel, WIDE_SIGNATURE, constexprs, sm, 4, 2)
+
+
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336)])
+def test_awq_wide_keeps_its_sums_in_registers(n: int, k: int, tmp_path: Path) -> None:
+    launch = awq_wide.choose_launch(256, n, k, CHIPS[90])
+    assert launch is not None
+    constexprs = wide_constexprs(launch.tile, launch.quarters)
+    warps, stages = launch.tile.num_warps, launch.tile.num_stages
+    extra = {"maxnreg": launch.max_registers} if launch.max_registers else {}
+    kernel = awq_wide.awq_wide_kernel
+    compiled = compiled_for(kernel, WIDE_SIGNATURE, constexprs, 90, warps, stages, **extra)
+    assert registers_and_spills(compiled, tmp_path)[1] == 0
+    assert int(compiled.metadata.shared) <= CHIPS[90].shared_bytes
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert_waits_first(kernel, WIDE_SIGNATURE, constexprs, warps, stages)
+
+
+@pytest.mark.parametrize("sm", ARCHITECTURES)
+def test_bf16_rows(sm: int) -> None:
+    launch = bf16_rows.choose_launch(17, N, K, CHIPS[90])
+    assert launch is not None
+    tile = replace(launch.tile, split_k=2, pdl=sm >= 90)
+    signature = {
+        "x_ptr": "*bf16",
+        "w_ptr": "*bf16",
+        "y_ptr": "*fp32",
+        "partial_ptr": "*fp32",
+        "counter_ptr": "*i32",
+        "stride_xm": "i32",
+        "stride_wn": "i32",
+        **INTEGERS,
+    }
+    values = split_constexprs(tile)
+    del values["PAIRS"]
+    values |= {"BLOCK_K": launch.block_k, "EVEN_K": sm != 80, "CT": tl.bfloat16}
+    stages = 4 if sm in (80, 90) else 3
+    values["STAGES"] = stages
+    kernel = bf16_rows.bf16_rows_kernel
+    assert_fits(kernel, signature, values, sm, tile.num_warps, stages)
+    if sm == 90:
+        assert_waits_first(kernel, signature, values, tile.num_warps, stages)
+
+
 def test_dequantise() -> None:
     signature = {
         "words_ptr": "*i16",
@@ -90,7 +182,8 @@ def test_fp8_gemm(sm: int, m: int, blockwise: bool) -> None:
         "stride_sx": "i32",
         **INTEGERS,
     }
-    values = {"BLOCKWISE": blockwise, "EVEN_K": True, "CT": tl.float8e4nv}
+    values = {"BLOCKWISE": blockwise, "EVEN_K": True, "CT": tl.float8e4nv, "PARTS": tile.parts}
+    values |= {"PREFETCH": tile.prefetch, "WIDE": blockwise, "PIECE": piece_rows(tile)}
     check(fp8_gemm.fp8_gemm_kernel, signature, values, sm, tile)
 
 
