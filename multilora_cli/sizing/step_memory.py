@@ -21,6 +21,7 @@ _SLICE_BYTES = 64 * 2**20  # of W, widened at a time (multilora_kernels.slices)
 # Rows up to which a multiply splits K, and the usual number of splits, where nothing was tuned.
 _SPLIT_ROWS = {"fp8_gemm": 64, "awq_gemm": 128, "fp8_weight_only": 128}
 _SPLITS = 4
+_SUMMED_ALIKE = 64  # up to here awq_gemm keeps to one order of sums, and to its own kernel
 _LAYERS = 3  # after which every further one finds the room of the one before
 
 
@@ -137,20 +138,33 @@ class StepMemory(Allocator):
         scales = -(-width // 128) if self._of.quantization.granularity == "block" else 1
         return [self.take(tokens * width), self.take(tokens * scales * 4)]
 
+    def _partials(self, splits: int, tokens: int, n: int) -> None:
+        self.give(self.take(splits * tokens * n * 4 if splits > 1 else 0))
+
     def _multiply(self, group: str, tokens: int) -> Block | None:
         """The product; what the multiply takes meanwhile is given back."""
         n, k = self._shape(group)
         kernel, size = self._kernel, self._of.itemsize
         if kernel is None:
             out = self.take(tokens * n * size)
-            self._library()
+            rows = tuned_table(self._of.chip, "bf16_rows").get(f"n{n}-k{k}", {})
+            if 1 < tokens <= int(rows.get("max_rows", 0)):
+                self._partials(int(rows.get("split_k", 1)), tokens, n)
+            elif tokens > 1:
+                self._library()
+            return out
+        wide = tuned_table(self._of.chip, "awq_wide").get(
+            f"n{n}-k{k}-m{1 << (tokens - 1).bit_length()}"
+        )
+        if kernel == "awq_gemm" and tokens > _SUMMED_ALIKE and wide is not None:
+            out = self.take(tokens * n * size)
+            self._partials(int(wide.get("split_k", 1)), tokens, n)
             return out
         best = tuned_table(self._of.chip, kernel).get(f"n{n}-k{k}", {})
         most = int(best.get("max_split", best.get("max_fused", _SPLIT_ROWS[kernel])))
         if tokens <= most:
             out = self.take(tokens * n * size)
-            splits = int(best.get("split_k", _SPLITS))
-            self.give(self.take(splits * tokens * n * 4 if splits > 1 else 0))
+            self._partials(int(best.get("split_k", _SPLITS)), tokens, n)
             return out
         if kernel != "fp8_gemm":
             out = self.take(tokens * n * size)
