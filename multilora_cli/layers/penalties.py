@@ -14,15 +14,14 @@ import torch
 
 @dataclass(frozen=True)
 class SparseLogits:
-    """(row, token, value) triples to add to the logits; -inf suppresses."""
+    """Values to add to single logits; -inf suppresses."""
 
-    rows: torch.Tensor  # int64 [N]
-    tokens: torch.Tensor  # int64 [N]
+    places: torch.Tensor  # int64 [N], row * V + token
     values: torch.Tensor  # float32 [N]
 
     def add_to(self, logits: torch.Tensor) -> None:
-        """Add in place to contiguous float32 [R, V]; repeated pairs add up.
+        """Add in place to contiguous float32 [R, V]; equal places add up.
 
-        A pair occurs at most twice, a bias and a suppression, so no order of sums shows.
+        A place occurs at most twice, with a bias and a suppression: no order of sums shows.
         """
-        logits.view(-1).index_add_(0, self.rows * logits.shape[1] + self.tokens, self.values)
+        logits.view(-1).index_add_(0, self.places, self.values)

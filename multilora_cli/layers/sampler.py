@@ -197,20 +197,26 @@ def _draws(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Dra
 
 def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> SparseLogits | None:
     """logit_bias of all rows, and the stop ids of those still below min_tokens."""
-    triples: list[tuple[int, int, float]] = []
+    tokens: list[int] = []
+    values: list[float] = []
+    counts = [0] * len(rows)
     for i, row in enumerate(rows):
-        params = row.params
+        params, before = row.params, len(tokens)
         if params.logit_bias:
-            triples += [(i, token, bias) for token, bias in params.logit_bias.items()]
+            tokens += params.logit_bias.keys()
+            values += params.logit_bias.values()
         if params.min_tokens and row.position < params.min_tokens:
-            triples += [(i, token, -np.inf) for token in params.stop_token_ids]
-    triples = [entry for entry in triples if 0 <= entry[1] < vocab]
-    if not triples:
+            tokens += params.stop_token_ids
+            values += [-np.inf] * len(params.stop_token_ids)
+        counts[i] = len(tokens) - before
+    token_ids = np.array(tokens, dtype=np.int64)
+    is_known = (token_ids >= 0) & (token_ids < vocab)
+    if not is_known.any():
         return None
-    index = np.array([entry[:2] for entry in triples], dtype=np.int64)
-    values = np.array([entry[2] for entry in triples], dtype=np.float32)
-    row_index, tokens = np.ascontiguousarray(index.T)
-    return SparseLogits(_on(device, row_index), _on(device, tokens), _on(device, values))
+    places = np.repeat(np.arange(len(rows)) * vocab, counts) + token_ids
+    return SparseLogits(
+        _on(device, places[is_known]), _on(device, np.array(values, dtype=np.float32)[is_known])
+    )
 
 
 def _histories(
@@ -221,18 +227,18 @@ def _histories(
     if not penalised:
         return None
     parts: list[np.ndarray] = []
+    for i in penalised:
+        row = rows[i]
+        late = (-1 - row.pending_at,) if row.pending_at >= 0 else ()
+        parts += [np.asarray(part, dtype=np.int32) for part in (row.prompt, row.output, late)]
+    lengths = np.array([len(part) for part in parts]).reshape(-1, 3)
+    ends = lengths.sum(1).cumsum()
+    starts = ends - lengths.sum(1)
+    params = [rows[i].params for i in penalised]
+    strengths = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
     fields = np.empty((7, len(penalised)), dtype=np.int32)
-    strengths = fields[4:].view(np.float32)
-    end = 0
-    for column, i in enumerate(penalised):
-        row, p = rows[i], rows[i].params
-        late = [-1 - row.pending_at] if row.pending_at >= 0 else []
-        said = [np.asarray(part, dtype=np.int32) for part in (row.prompt, row.output, late)]
-        start, output = end, end + len(said[0])
-        end = output + len(said[1]) + len(said[2])
-        fields[:4, column] = i, start, output, end
-        strengths[:, column] = p.repetition_penalty, p.frequency_penalty, p.presence_penalty
-        parts += said
+    fields[:4] = penalised, starts, starts + lengths[:, 0], ends
+    fields[4:].view(np.float32)[:] = np.array(strengths).T
     return Histories(_on(device, fields), _on(device, np.concatenate(parts)), pending)
 
 
