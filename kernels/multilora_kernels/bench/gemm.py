@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from multilora_kernels import awq_gemm as awq
+from multilora_kernels import awq_wide, bf16_rows
 from multilora_kernels import fp8_gemm as fp8
 from multilora_kernels import fp8_weight_only as wide
 from multilora_kernels.awq_gemm import AwqWeight
@@ -23,8 +24,9 @@ from multilora_kernels.fp8_quant import (
     rms_norm_quantise,
     silu_mul_quantise,
 )
-from multilora_kernels.launch import Chip, chip_of
-from multilora_kernels.split_k import Tile, bucket_of
+from multilora_kernels.launch import Chip, cdiv, chip_of, next_power_of_2
+from multilora_kernels.slices import slice_rows
+from multilora_kernels.split_k import BLOCK_K, Tile, bucket_of
 
 SHAPES: Mapping[str, tuple[int, int]] = {
     "qkv": (6144, 4096),
@@ -32,7 +34,7 @@ SHAPES: Mapping[str, tuple[int, int]] = {
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
 }
-ROWS = (1, 4, 16, 32, 64, 128, 256, 2048, 8192)
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 GROUP = 128
 # tinygemm grows with M (0.1 ms at 64): not run where nobody would use it.
 _TINYGEMM_ROWS = 16
@@ -49,6 +51,20 @@ _GEMV: Sequence[Mapping[str, Any]] = tuple(
     for block_k in (512, 1024, 2048)
     for unroll in (2, 4)
     for warps in (2, 4, 8)
+)
+_BESIDE_TILE = ("quarters", "max_registers")
+# (quarters, block_n, block_m, warps, stages, registers): what fits an H200 without spilling.
+_WIDE = (
+    *((quarters, 256, 128, 8, 4, 0) for quarters in (1, 2, 4)),
+    *((quarters, 128, 128, 4, 3, 0) for quarters in (1, 2, 4)),
+    *((quarters, 128, 128, 8, 3, 128) for quarters in (1, 2)),
+    *((quarters, 128, 256, 8, 3, 0) for quarters in (2, 4)),
+    *((quarters, 64, 128, 4, 3, 0) for quarters in (1, 2, 4)),
+)
+_ROWS: Sequence[Mapping[str, Any]] = tuple(
+    {"block_n": n, "block_k": k, "num_warps": warps, "num_stages": stages, "split_k": split}
+    for n, k, warps, stages in ((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3))
+    for split in (1, 2, 4)
 )
 
 
@@ -143,6 +159,54 @@ def _awq_case(multiply: Multiply) -> Case:
         flops=2.0 * m * n * k,
         tune_key=multiply.tune_key(),
         choices=_TILES if m in (4, 16, 32, 64) else (),
+    )
+
+
+def _wide_choices(multiply: Multiply) -> list[dict[str, Any]]:
+    """Tiles of `awq_wide` with splits of K that give every multiprocessor work."""
+    names = ("quarters", "block_n", "block_m", "num_warps", "num_stages", "max_registers")
+    found = []
+    for form in _WIDE:
+        tiles = cdiv(multiply.n, form[1]) * cdiv(multiply.m, form[2])
+        for split in (1, 2, 3, 4):
+            if split == 1 or (tiles * split <= 400 and multiply.k // BLOCK_K // split >= 8):
+                found.append({**dict(zip(names, form, strict=True)), "split_k": split})
+    return found
+
+
+def _wide_case(multiply: Multiply) -> Case:
+    """The search of `awq_wide`'s tiles; "ours" is what awq_gemm chooses, which may be another."""
+    n, k, m = multiply.n, multiply.k, multiply.m
+    weight_bytes = n * k / 2 + n * k / GROUP * 4
+
+    def build(device: torch.device) -> Built:
+        count = sets_needed(weight_bytes)
+        weights = [random_awq(n, k, device) for _ in range(count)]
+        x, w = multiply.x(device, count), multiply.w(device, count)
+        variants: dict[str, Run] = {
+            "ours": lambda i: awq.awq_gemm(x[i], weights[i]),
+            "dequantise slices + cuBLAS": lambda i: awq.run_sliced(
+                x[i], weights[i], slice_rows(n, k)
+            ),
+            "cuBLAS bf16": lambda i: linear(x[i], w[i]),
+        }
+
+        def with_choice(choice: Mapping[str, Any]) -> Run:
+            tile = Tile(**{key: v for key, v in choice.items() if key not in _BESIDE_TILE})
+            tile = replace(tile, pdl=_chip(device).has_pdl)
+            chosen = awq_wide.WideLaunch(tile, choice["quarters"], choice["max_registers"])
+            return lambda i: awq_wide.run_wide(x[i], weights[i], chosen)
+
+        return Built(count, variants, with_choice)
+
+    return Case(
+        op=awq_wide.OP,
+        shape={"proj": multiply.name, "M": m, "N": n, "K": k},
+        bytes=multiply.bytes(weight_bytes),
+        build=build,
+        flops=2.0 * m * n * k,
+        tune_key=f"n{n}-k{k}-m{next_power_of_2(m)}",
+        choices=_wide_choices(multiply),
     )
 
 
@@ -255,6 +319,37 @@ def _gemv_case(multiply: Multiply) -> Case:
     )
 
 
+def _rows_case(multiply: Multiply) -> Case:
+    n, k, m = multiply.n, multiply.k, multiply.m
+    block_m = bucket_of(m, 16)
+
+    def build(device: torch.device) -> Built:
+        count = sets_needed(2.0 * n * k)
+        x, w = multiply.x(device, count), multiply.w(device, count)
+        variants: dict[str, Run] = {
+            "ours": lambda i: bf16_gemv(x[i], w[i]),
+            "cuBLAS bf16": lambda i: linear(x[i], w[i]),
+        }
+
+        def with_choice(choice: Mapping[str, Any]) -> Run:
+            rest = {key: value for key, value in choice.items() if key != "block_k"}
+            tile = Tile(block_m=block_m, pdl=_chip(device).has_pdl, **rest)
+            chosen = bf16_rows.RowsLaunch(tile, choice["block_k"])
+            return lambda i: bf16_rows.run_rows(x[i], w[i], chosen)
+
+        return Built(count, variants, with_choice)
+
+    return Case(
+        op=bf16_rows.OP,
+        shape={"proj": multiply.name, "M": m, "N": n, "K": k},
+        bytes=multiply.bytes(2.0 * n * k),
+        build=build,
+        flops=2.0 * m * n * k,
+        tune_key=f"n{n}-k{k}-m{block_m}",
+        choices=_ROWS,
+    )
+
+
 def _norm_case(m: int, k: int) -> Case:
     def build(device: torch.device) -> Built:
         count = sets_needed(m * k * 3.0)
@@ -298,7 +393,9 @@ def cases() -> list[Case]:
         *_grid(ROWS, lambda multiply: _fp8_case(multiply, blockwise=False)),
         *_grid((1, 16, 64, 256, 2048), lambda multiply: _fp8_case(multiply, blockwise=True)),
         *_grid((1, 16, 64, 2048), _weight_only_case),
+        *_grid((128, 256, 512, 1024), _wide_case),
         *_grid((1, 2, 4), _gemv_case),
+        *_grid((2, 8, 16, 32, 64), _rows_case),
         *(_norm_case(m, 4096) for m in (1, 16, 64, 2048)),
         *(_silu_case(m, 14336) for m in (1, 16, 64, 2048)),
     ]
