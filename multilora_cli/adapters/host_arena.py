@@ -56,12 +56,22 @@ class HostArena:
     def prepare(self, num_bytes: int) -> None:
         """Pin slabs ahead of use until `num_bytes` (at most the budget) are held."""
         while self._pin and self.reserved_bytes < min(num_bytes, self.budget_bytes):
-            if self._add_slab(_ALIGNMENT) is None:
+            size = self.room_for(_ALIGNMENT)
+            if size is None:
                 return
+            self.add(self.make(size))
 
     def allocate(self, num_bytes: int) -> Extent | None:
-        """A run of at least `num_bytes`; None when no free run is long enough."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        """A run of at least `num_bytes`, in a new slab if need be; None when there is no room."""
+        extent = self.take(num_bytes)
+        if extent is None and (size := self.room_for(num_bytes)) is not None:
+            self.add(self.make(size))
+            extent = self.take(num_bytes)
+        return extent
+
+    def take(self, num_bytes: int) -> Extent | None:
+        """A run of at least `num_bytes` in the slabs there are; None when none is long enough."""
+        size = _aligned(num_bytes)
         fit = min(
             (
                 (run, index, offset)
@@ -72,16 +82,39 @@ class HostArena:
             default=None,
         )
         if fit is None:
-            index = self._add_slab(size)
-            if index is None:
-                return None
-            fit = (self._slabs[index].memory.numel(), index, 0)
+            return None
         run, index, offset = fit
         slab = self._slabs[index]
         slab.free.remove((offset, run))
         if run > size:
             insort(slab.free, (offset + size, run - size))
         return Extent(index, offset, size)
+
+    def room_for(self, num_bytes: int) -> int | None:
+        """Bytes of a new slab that holds `num_bytes`, for which unused ones make room; None: the
+        budget has none."""
+        size, room = _aligned(num_bytes), self.budget_bytes - self.reserved_bytes
+        if self._pin:
+            wanted = max(size, min(self._slab_bytes, room // _ALIGNMENT * _ALIGNMENT))
+        else:
+            wanted = size
+        for index, slab in list(self._slabs.items()):
+            if room >= wanted:
+                break
+            if slab.is_unused:
+                room += slab.memory.numel()
+                del self._slabs[index]
+        return wanted if room >= wanted else None
+
+    def make(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a slab, which is not part of the arena yet. Changes nothing here, and takes
+        0.15 s for 256 MiB that are pinned: needs no lock."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
+
+    def add(self, memory: torch.Tensor) -> None:
+        """Make a slab of `memory`."""
+        index, self._next_slab = self._next_slab, self._next_slab + 1
+        self._slabs[index] = _Slab(memory, [(0, memory.numel())])
 
     def view(self, extent: Extent) -> torch.Tensor:
         """The bytes of `extent`: uint8 [extent.nbytes]."""
@@ -116,22 +149,6 @@ class HostArena:
         if any(extent.slab not in self._slabs for extent in extents):
             raise ValueError("an extent lies in a slab that is gone")
 
-    def _add_slab(self, size: int) -> int | None:
-        """A new slab for `size` bytes; unused ones make room for it."""
-        room = self.budget_bytes - self.reserved_bytes
-        if self._pin:
-            wanted = max(size, min(self._slab_bytes, room // _ALIGNMENT * _ALIGNMENT))
-        else:
-            wanted = size
-        for index, slab in list(self._slabs.items()):
-            if room >= wanted:
-                break
-            if slab.is_unused:
-                room += slab.memory.numel()
-                del self._slabs[index]
-        if room < wanted:
-            return None
-        index, self._next_slab = self._next_slab, self._next_slab + 1
-        memory = torch.empty(wanted, dtype=torch.uint8, pin_memory=self._pin)
-        self._slabs[index] = _Slab(memory, [(0, wanted)])
-        return index
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

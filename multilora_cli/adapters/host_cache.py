@@ -66,6 +66,7 @@ class HostCache:
         self._arena = HostArena(budget_bytes, pin)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
+        self._growing = threading.Lock()  # taken before the other one, by one load at a time
         self.builds = 0
         self.evictions = 0
 
@@ -160,9 +161,7 @@ class HostCache:
         try:
             plan, fill = self._open(version)
             num_bytes = plan.num_pages * plan.page_bytes
-            with self._lock:
-                entry.extent = self._make_room(version, num_bytes)
-                pages = self._arena.view(entry.extent)[:num_bytes]
+            pages = self._make_room(version, entry, num_bytes)
             pages = pages.view(plan.num_pages, plan.page_bytes)
             fill(pages)
         except BaseException as error:
@@ -175,22 +174,36 @@ class HostCache:
                 self.builds += 1
         entry.ready.set()
 
-    def _make_room(self, version: Version, num_bytes: int) -> Extent:
+    def _make_room(self, version: Version, entry: _Entry, num_bytes: int) -> torch.Tensor:
+        """Give `entry` memory, uint8 [num_bytes]: what is free, what a new slab has, or what other
+        images leave. A slab is pinned outside the lock, which the step thread takes too."""
         if num_bytes > self.budget_bytes:
             raise AdapterError(
                 f"adapter {version.name}: its image takes {format_size(num_bytes)},"
                 f" memory.host_adapters is {format_size(self.budget_bytes)}",
                 reason="too_large",
             )
-        while (extent := self._arena.allocate(num_bytes)) is None:
-            victim = next(
-                (d for d, e in self._entries.items() if not e.holds and not e.pinned), None
-            )
-            if victim is None:
-                raise NoHostRoom(f"{format_size(num_bytes)} for adapter {version.name}")
-            self._remove(victim)
-            self.evictions += 1
-        return extent
+        with self._growing:
+            while True:
+                with self._lock:
+                    extent = self._arena.take(num_bytes)
+                    if extent is not None:
+                        entry.extent = extent
+                        return self._arena.view(extent)[:num_bytes]
+                    slab_bytes = self._arena.room_for(num_bytes)
+                    if slab_bytes is None:
+                        self._evict_one(version, num_bytes)
+                        continue
+                memory = self._arena.make(slab_bytes)
+                with self._lock:
+                    self._arena.add(memory)
+
+    def _evict_one(self, version: Version, num_bytes: int) -> None:
+        victim = next((d for d, e in self._entries.items() if not e.holds and not e.pinned), None)
+        if victim is None:
+            raise NoHostRoom(f"{format_size(num_bytes)} for adapter {version.name}")
+        self._remove(victim)
+        self.evictions += 1
 
     def _remove(self, digest: str) -> int:
         entry = self._entries.pop(digest)

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -220,3 +221,25 @@ def test_arena_merges_and_picks_the_tightest_run(monkeypatch: pytest.MonkeyPatch
     arena.check_integrity([whole, tight, d])
     with pytest.raises(ValueError, match="held twice"):
         arena.check_integrity([whole, tight, d, b])
+
+
+def test_pinning_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 MiB take 0.15 s: the step thread asks for images meanwhile."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(arena: HostArena, num_bytes: int) -> torch.Tensor:
+        begun.set()
+        assert go_on.wait(10)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(HostArena, "make", slow)
+    cache = HostCache(2 * PAGE, opener())
+    with ThreadPoolExecutor(1) as loader:
+        loading = loader.submit(cache.load, Fake("a"))
+        assert begun.wait(10)
+        assert cache.nbytes("other") == 0 and cache.hold("other") is None
+        assert cache.used_bytes == 0
+        cache.check_integrity()
+        go_on.set()
+        assert loading.result(10).nbytes == PAGE
+    cache.check_integrity()
