@@ -31,10 +31,8 @@ from multilora_kernels.split_k import (
     Tile,
     bucket_of,
     choose_tile,
-    piece_rows,
     prefetch_rows,
     split_range,
-    store_wide_sum,
     sum_partials,
     workspace,
 )
@@ -77,14 +75,6 @@ def _sum_blocks(
     return acc + first_part if PARTS == 2 else acc
 
 
-@triton.jit
-def _scale_sums(acc, sx_ptrs, sw_ptrs, in_batch, in_n):
-    """acc [N, M] times its channels' and its rows' scales."""
-    sx = tl.load(sx_ptrs, mask=in_batch, other=0.0)
-    channel = tl.load(sw_ptrs, mask=in_n, other=0.0)
-    return acc * channel[:, None] * sx[None, :]
-
-
 @triton.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
 def fp8_gemm_kernel(
     x_ptr,
@@ -109,8 +99,6 @@ def fp8_gemm_kernel(
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
-    WIDE: tl.constexpr,
-    PIECE: tl.constexpr,
 ):
     pid_n = tl.program_id(0)
     pid_m = tl.program_id(2)
@@ -132,23 +120,17 @@ def fp8_gemm_kernel(
         in_batch, c, first, last, per_part, K,
         BLOCK_N, BLOCK_M, BLOCKWISE, EVEN_K, STAGES, CT, PARTS,
     )  # fmt: skip
-    if WIDE:
-        # The scales first, so that the partials of a tile can be added a few rows at a time.
+    acc, is_last = sum_partials(
+        acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
+    )
+    if is_last:
         if not BLOCKWISE:
-            acc = _scale_sums(acc, sx_ptr + m * stride_sx, sw_ptr + n, in_batch, n < N)
-        store_wide_sum(
-            acc, y_ptr, partial_ptr, counter_ptr, M, N, BLOCK_N, BLOCK_M, SPLIT_K, PIECE, PDL
-        )
-    else:
-        acc, is_last = sum_partials(
-            acc, partial_ptr, counter_ptr, BLOCK_N, BLOCK_M, SPLIT_K, PAIRS, PDL
-        )
-        if is_last:
-            if not BLOCKWISE:
-                acc = _scale_sums(acc, sx_ptr + m * stride_sx, sw_ptr + n, in_batch, n < N)
-            y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
-            mask = in_batch[None, :] & (n < N)[:, None]
-            tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+            sx = tl.load(sx_ptr + m * stride_sx, mask=in_batch, other=0.0)
+            channel = tl.load(sw_ptr + n, mask=n < N, other=0.0)
+            acc = acc * channel[:, None] * sx[None, :]
+        y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+        mask = in_batch[None, :] & (n < N)[:, None]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -371,8 +353,6 @@ def run_split(
         PAIRS=tile.pairs,
         PDL=tile.pdl,
         PREFETCH=tile.prefetch,
-        WIDE=tile.wide,
-        PIECE=piece_rows(tile),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=tile.pdl,

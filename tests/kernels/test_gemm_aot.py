@@ -183,7 +183,7 @@ def test_fp8_gemm(sm: int, m: int, blockwise: bool) -> None:
         **INTEGERS,
     }
     values = {"BLOCKWISE": blockwise, "EVEN_K": True, "CT": tl.float8e4nv, "PARTS": tile.parts}
-    values |= {"PREFETCH": tile.prefetch, "WIDE": blockwise, "PIECE": piece_rows(tile)}
+    values["PREFETCH"] = tile.prefetch
     check(fp8_gemm.fp8_gemm_kernel, signature, values, sm, tile)
 
 
