@@ -88,12 +88,20 @@ def make_program(preset: Preset, workload: Workload, room: Room) -> Program:
 
 
 def only(program: Program, labels: Sequence[str]) -> Program:
-    """The program with the arms of these labels, in their order. Raises BadInput."""
+    """The program with the arms of these labels, in their order. Raises BadInput.
+
+    Notes that begin with the label of another arm are about that arm, and left out.
+    """
     known = {arm.label: arm for arm in program.arms}
     unknown = [label for label in labels if label not in known]
     if unknown:
         raise BadInput(f"--compare {','.join(unknown)}: expected some of {', '.join(known)}")
-    return replace(program, arms=tuple(known[label] for label in dict.fromkeys(labels)))
+    others = tuple(f"{label} " for label in known if label not in labels)
+    return replace(
+        program,
+        arms=tuple(known[label] for label in dict.fromkeys(labels)),
+        notes=tuple(note for note in program.notes if not note.startswith(others)),
+    )
 
 
 def trace_program(calls: Sequence[Call], names: Sequence[str], workload: Workload) -> Program:

@@ -71,30 +71,18 @@ def step_reads(
     At most `batch` answers run at once, first come first served, and each has a token in every
     step: towards the end fewer and fewer run, and a step reads the weights for them all the same.
     """
-    running: list[tuple[int, int]] = []  # the step an answer ends with, and its place in `requests`
-    rows: Counter[int | None] = Counter()  # that run, by adapter
-    step = total = distinct = 0  # `distinct`: bytes of the adapters that a step reads now
-
-    def end_one() -> None:
-        nonlocal step, total, distinct
-        ends, place = heapq.heappop(running)
-        total += (ends - step) * distinct
-        step = ends
-        adapter = requests[place].adapter
-        rows[adapter] -= 1
-        if adapter is not None and not rows[adapter]:
-            distinct -= adapter_bytes.get(adapter, 0)
-
-    for place, request in enumerate(requests):
-        if len(running) == batch:
-            end_one()
-        if request.adapter is not None and not rows[request.adapter]:
-            distinct += adapter_bytes.get(request.adapter, 0)
-        rows[request.adapter] += 1
-        heapq.heappush(running, (step + request.output_tokens, place))
-    while running:
-        end_one()
-    return step, total
+    free = [0] * batch  # a heap: the step from which each place is free
+    covered: dict[int, int] = {}  # the step up to which an adapter's reads are counted
+    read = 0
+    for request in requests:
+        begins = free[0]  # never before the request in front of it
+        ends = begins + request.output_tokens
+        heapq.heapreplace(free, ends)
+        adapter = request.adapter
+        if adapter is not None and ends > (since := max(begins, covered.get(adapter, 0))):
+            read += (ends - since) * adapter_bytes.get(adapter, 0)
+            covered[adapter] = ends
+    return max(free), read
 
 
 def _contexts(request: BenchRequest) -> int:

@@ -46,12 +46,13 @@ class EngineTarget:
             if entry.state == "failed":
                 continue
             status = statuses.get(entry.digest or "")
+            elsewhere = "cold" if entry.digest is None else "stored"
             adapters.append(
                 Adapter(
                     name=entry.name,
                     path=entry.path,
                     rank=entry.rank,
-                    tier="cold" if status is None else status.tier,
+                    tier=elsewhere if status is None else status.tier,
                     requests=self._asked[entry.name],
                     hits=0 if status is None else status.hits,
                     loads=0 if status is None else status.loads,

@@ -240,6 +240,7 @@ def _facts(
             "for_s": options.limit,
             "adapters_from": options.adapters_from,
             "quantization": quantization,
+            "offline": options.offline,
             "prompts": options.prompts,
             "ignore_eos": options.ignore_eos,
             "slo": options.slo,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from multilora_cli.adapters.source import resolve_source
+from multilora_cli.adapters.source import make_dummies, resolve_source
 from multilora_cli.cli.base import cache_folder, open_store
 from multilora_cli.errors import BadInput, MloraError
 from multilora_cli.fleet.expand import expand_adapters
@@ -34,6 +34,7 @@ def read_fleet_adapters(
     adapters = _chosen(expand_adapters(loaded), only)
     store = open_store(loaded, adapters)
     check_text = _text_checker(adapters, geometry)
+    make_dummies((adapter.source for adapter in adapters), geometry, cache_folder() / "dummy")
     try:
         for adapter in adapters:
             request = request_of(adapter)

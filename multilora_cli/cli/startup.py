@@ -10,7 +10,7 @@ import msgspec
 
 from multilora_cli.adapters.entry import AdapterRequest, ServedBase
 from multilora_cli.adapters.registry import Registry
-from multilora_cli.adapters.source import is_remote
+from multilora_cli.adapters.source import is_remote, make_dummies
 from multilora_cli.adapters.store import StoreOpener
 from multilora_cli.cli.base import (
     Report,
@@ -79,6 +79,8 @@ def prepare(
     report("base", 1, 1)
     roots = _roots(loaded, declared.values())
     registry = _registry(loaded, folder, geometry, roots, _store(loaded, requests))
+    report("adapters", 0, len(requests))
+    make_dummies((r.source for r in requests), geometry, cache_folder() / "dummy")
     failures = _register(registry, requests, report)
     digest = base_digest(folder, loaded.fleet.base.load_format)
     engine = engine_config(loaded, folder, len(requests) + loaded.fleet.num_unlisted, digest)
@@ -191,19 +193,13 @@ def _register(
     registry: Registry, requests: Sequence[AdapterRequest], report: Report
 ) -> tuple[tuple[str, MloraError], ...]:
     failures: list[tuple[str, MloraError]] = []
-    num_threads = max((_readers(request.source) for request in requests), default=2)
+    num_threads = 8 if any(is_remote(request.source) for request in requests) else 2
     for start in range(0, len(requests), 64):  # progress in steps a person can see
         report("adapters", start, len(requests))
         failures += registry.register_all(requests[start : start + 64], num_threads=num_threads)
     registry.remember()
     report("adapters", len(requests), len(requests))
     return tuple(failures)
-
-
-def _readers(source: str) -> int:
-    """Threads that read headers: remote ones wait for the network, and new files for 20 ms until
-    their times have settled; the others are bound by one core."""
-    return 32 if source.startswith("dummy:") else 8 if is_remote(source) else 2
 
 
 def _secret(reference: str, loaded: LoadedFleet) -> str:

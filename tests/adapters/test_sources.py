@@ -9,7 +9,7 @@ import pytest
 
 from multilora_cli.adapters.digest import content_digest
 from multilora_cli.adapters.peft import read_adapter
-from multilora_cli.adapters.source import resolve_source
+from multilora_cli.adapters.source import make_dummies, resolve_source
 from multilora_cli.adapters.source.base import SourceContext
 from multilora_cli.adapters.source.demo import DemoSource
 from multilora_cli.adapters.source.dummy import parse_spec
@@ -144,6 +144,22 @@ def test_dummy_layers_behind_the_first_take_no_disk(base: Path, tmp_path: Path) 
     assert sizes[1].st_blocks <= 0.6 * sizes[0].st_blocks  # in whole blocks of the file system
     read_adapter(first, geometry, max_rank=64)
     assert make("dummy:rank=64,seed=7,layers=2") not in (whole, first)
+
+
+def test_many_dummies_are_made_before_any_is_read(base: Path, tmp_path: Path) -> None:
+    """Each once; folders are left alone, and a wrong one is told by whoever reads it."""
+    geometry = read_geometry(base)
+    wrong = "dummy:rank=0"
+    specs = [*(f"dummy:rank=2,seed={seed}" for seed in range(5)), "dummy:rank=2,seed=0", wrong, "x"]
+    make_dummies(specs, geometry, tmp_path)
+    assert len(os.listdir(tmp_path)) == 5
+    made = {
+        resolve_source(spec, relative_to=tmp_path, geometry=geometry, cache=tmp_path)
+        for spec in specs[:6]
+    }
+    assert {path.name for path in made} == set(os.listdir(tmp_path))
+    with pytest.raises(AdapterError, match="rank"):
+        resolve_source(wrong, relative_to=tmp_path, geometry=geometry, cache=tmp_path)
 
 
 def test_dummy_parts_are_optional() -> None:

@@ -92,7 +92,10 @@ def test_wrong_settings_are_named(tmp_path: Path) -> None:
 
 
 def test_only_some_arms_in_the_order_asked_for() -> None:
-    program = Program("smoke", tuple(Arm(label, (), None) for label in "abc"), 1)
-    assert [arm.label for arm in only(program, ["c", "a", "c"]).arms] == ["c", "a"]
+    arms = tuple(Arm(label, (), None) for label in "abc")
+    program = Program("smoke", arms, 1, notes=("a is new", "b is old", "all are equal"))
+    kept = only(program, ["c", "a", "c"])
+    assert [arm.label for arm in kept.arms] == ["c", "a"]
+    assert kept.notes == ("a is new", "all are equal")
     with pytest.raises(BadInput, match="--compare d: expected some of a, b, c"):
         only(program, ["a", "d"])

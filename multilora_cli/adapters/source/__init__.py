@@ -5,7 +5,7 @@ from pathlib import Path
 
 from multilora_cli.adapters.source.base import Source, SourceContext
 from multilora_cli.adapters.source.demo import DemoSource
-from multilora_cli.adapters.source.dummy import DummySource
+from multilora_cli.adapters.source.dummy import DummySource, make_dummies
 from multilora_cli.adapters.source.hub import open_hub, parse_hub
 from multilora_cli.adapters.source.local import LocalSource, is_url
 from multilora_cli.adapters.source.remote import Fetched, RemoteSource
@@ -65,4 +65,6 @@ def resolve_source(
     return _LOCAL.resolve(spec, context)
 
 
-__all__ = ["REMOTE", "Fetched", "Source", "SourceContext", "is_remote", "resolve_source"]
+__all__ = [
+    "REMOTE", "Fetched", "Source", "SourceContext", "is_remote", "make_dummies", "resolve_source",
+]  # fmt: skip

@@ -12,6 +12,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -61,6 +63,22 @@ class DummySource:
         if not (folder / "adapter_config.json").is_file():
             _publish(folder, lambda path: write_dummy(path, spec, geometry))
         return folder
+
+
+def make_dummies(sources: Iterable[str], geometry: ModelGeometry, cache: Path) -> None:
+    """Write the `dummy:` ones among `sources` into `cache`; wrong ones are left to their reader.
+
+    Who reads a file waits until it is 20 ms old. Of thousands, all but the last are by then.
+    """
+
+    def make(text: str) -> None:
+        with suppress(AdapterError):
+            DummySource().resolve(text, SourceContext(Path(), geometry, cache))
+
+    texts = {source.removeprefix("dummy:") for source in sources if source.startswith("dummy:")}
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(make, texts):
+            pass
 
 
 def parse_spec(text: str) -> DummySpec:
