@@ -63,7 +63,10 @@ def check_equal_tokens(vocab: int, device: str) -> None:
         (How(temperature=0.1, top_p=0.5), high[:2]),
         (How(temperature=0.1, top_p=0.51), high[:3]),
         (How(temperature=0.1, top_k=3, top_p=0.5), high[:2]),
+        (How(temperature=0.1, top_k=2, top_p=0.5), high[:1]),
         (How(temperature=0.1, min_p=0.9), high),
+        # top_p is a share of what top_k keeps, below min_p too: 0.5 of 4 + 4 / e is 2.7.
+        (How(temperature=5.0, top_k=8, top_p=0.5, min_p=0.9), high[:3]),
     ):
         rows = [replace(how, seed=i) for i in range(24)]
         picked = pick_tokens(x.expand(24, -1).contiguous().to(device), draws_of(rows, device))
