@@ -24,6 +24,7 @@ from multilora_cli.errors import BadInput, MloraError, Unreachable
 
 WARM_UP_TOKENS = 4
 WARM_UP_AT_ONCE = 8
+WARM_UP_BEGINNING = 32  # requests
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,9 @@ def _used(side: Side, arm: Arm) -> list[Adapter]:
 
 
 async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
-    """The base, and every adapter of the program unless first use is what is measured."""
+    """The base, and every adapter of the program unless first use is what is measured; then the
+    beginning of the arm with the most adapters there, cut short: some servers compile what a step
+    with such prompts needs when the first one comes. Raises MloraError where a request fails."""
     names: list[str | None] = [None]
     if program.warm_up:
         used = {r.adapter for arm in program.arms for r in arm.requests if r.adapter is not None}
@@ -196,7 +199,17 @@ async def _warm_up(side: Side, program: Program, settings: Settings) -> None:
         concurrency=WARM_UP_AT_ONCE,
         tell=None if tell is None else lambda progress: tell(label, progress),
     )
-    result = await side.target.drive(requests, load)
+    _check_warm_up(await side.target.drive(requests, load), settings)
+    if program.warm_up:
+        beginnings = [planned(side, arm)[:WARM_UP_BEGINNING] for arm in program.arms]
+        widest = max(beginnings, key=lambda rows: len({row.adapter for row in rows}))
+        short = [
+            replace(row, output_tokens=min(row.output_tokens, WARM_UP_TOKENS)) for row in widest
+        ]
+        _check_warm_up(await side.target.drive(short, replace(load, concurrency=None)), settings)
+
+
+def _check_warm_up(result: LoadResult, settings: Settings) -> None:
     for record in result.records:
         if record.error is not None:
             hint = "nothing was measured, since not even one short request succeeds"
