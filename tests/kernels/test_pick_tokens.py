@@ -139,6 +139,8 @@ def test_kernel_on_a_device(vocab: int) -> None:
     draws = draws_of(rows, "cuda")
     picked = pick_tokens(logits, draws)
     assert_picked(logits.cpu(), rows, picked)
+    greedy = [How(temperature=0.0)] * len(rows)
+    assert_picked(logits.cpu(), greedy, pick_tokens(logits, None))
     for _ in range(20):
         assert torch.equal(pick_tokens(logits, draws).told, picked.told)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
