@@ -143,10 +143,8 @@ def awq_wide_kernel(
     PDL: tl.constexpr,
 ):
     first, last, _ = split_range(K, SPLIT_K, 1)
-    # Neighbours share weights: all of x is in the L2 in any case, the weights of an 8B's gate and
-    # up are not, and would be read from memory once for every tile of M.
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, 32 * QUARTERS)
     start = first.to(tl.int64)
     # Rows past an end repeat the last one; what comes of them is not stored.
@@ -182,10 +180,8 @@ class WideLaunch:
 @lru_cache(maxsize=4096)
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> WideLaunch | None:
     """Launch of x [m, k] times weights [n, k]; None where another way was measured to be faster."""
-    if m < MIN_ROWS:
-        return None
     best = tuned_table(chip, OP).get(f"n{n}-k{k}-m{next_power_of_2(m)}")
-    if best is None:
+    if best is None or m < int(best.get("min_rows", MIN_ROWS)):
         return None
     tile = Tile(
         block_n=int(best["block_n"]),
@@ -204,7 +200,7 @@ def run_wide(x: torch.Tensor, weight: "AwqWeight", launch: WideLaunch) -> torch.
     tile = launch.tile
     n, n_padded = weight.out_features, weight.words.shape[1]
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    grid = (cdiv(m, tile.block_m), tile.split_k, cdiv(n_padded, tile.block_n))
+    grid = (cdiv(n_padded, tile.block_n), tile.split_k, cdiv(m, tile.block_m))
     partials, counters = workspace(tile, weight.counters, grid[0] * grid[2])
     extra: dict[str, Any] = {"maxnreg": launch.max_registers} if launch.max_registers else {}
     wide = tl.float16 if x.dtype == torch.float16 else tl.bfloat16

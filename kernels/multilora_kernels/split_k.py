@@ -117,15 +117,14 @@ def store_wide_sum(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = the sum of a tile's partials acc [BLOCK_N, BLOCK_M], for tiles that fill the
-    registers: the last program adds PIECE rows of y at a time. The grid is
-    (tiles of M, SPLIT_K, tiles of N).
+    registers: the last program adds PIECE rows of y at a time. Same grid as `sum_partials`.
 
     partial is fp32 [SPLIT_K, tiles, BLOCK_M, BLOCK_N].
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    first_n = tl.program_id(2) * BLOCK_N
-    first_m = tl.program_id(0) * BLOCK_M
+    first_n = tl.program_id(0) * BLOCK_N
+    first_m = tl.program_id(2) * BLOCK_M
     n = tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     y_ptr += first_m.to(tl.int64) * N + first_n

@@ -21,7 +21,7 @@ _SLICE_BYTES = 64 * 2**20  # of W, widened at a time (multilora_kernels.slices)
 # Rows up to which a multiply splits K, and the usual number of splits, where nothing was tuned.
 _SPLIT_ROWS = {"fp8_gemm": 64, "awq_gemm": 128, "fp8_weight_only": 128}
 _SPLITS = 4
-_SUMMED_ALIKE = 64  # up to here awq_gemm keeps to one order of sums, and to its own kernel
+_WIDE_ROWS = 65  # fewer keep to one order of sums, and to awq_gemm's own kernel
 _LAYERS = 3  # after which every further one finds the room of the one before
 
 
@@ -156,7 +156,7 @@ class StepMemory(Allocator):
         wide = tuned_table(self._of.chip, "awq_wide").get(
             f"n{n}-k{k}-m{1 << (tokens - 1).bit_length()}"
         )
-        if kernel == "awq_gemm" and tokens > _SUMMED_ALIKE and wide is not None:
+        if kernel == "awq_gemm" and wide and tokens >= int(wide.get("min_rows", _WIDE_ROWS)):
             out = self.take(tokens * n * size)
             self._partials(int(wide.get("split_k", 1)), tokens, n)
             return out

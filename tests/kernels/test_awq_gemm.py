@@ -147,6 +147,22 @@ def test_large_batches_dequantise_bounded_slices() -> None:
     assert launch.slice_n % 128 == 0 and launch.slice_n * 4096 * 2 <= 64 << 20
 
 
+def test_large_batches_take_what_was_measured_fastest() -> None:
+    def way(m: int, n: int, k: int, chip: Chip = H200) -> str:
+        launch = choose_launch(m, n, k, chip)
+        return "fused" if launch.tile else "wide" if launch.wide else "sliced"
+
+    ways = [way(m, 28672, 4096) for m in (64, 65, 128, 129, 192, 193, 256, 257)]
+    assert ways == ["fused", "wide", "wide", "fused", "fused", "wide", "wide", "sliced"]
+    assert [way(m, 4096, 14336) for m in (128, 129, 256, 257)] == [
+        "fused",
+        "wide",
+        "wide",
+        "sliced",
+    ]
+    assert way(256, 6144, 4096) == "sliced" and way(256, 28672, 4096, RTX_4090) == "sliced"
+
+
 def test_split_fills_the_multiprocessors() -> None:
     for n, k in SHAPES_8B:
         split = choose_split(n // 64, k // 128, 132)

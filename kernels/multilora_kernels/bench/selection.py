@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from multilora_kernels.bench.timing import Case
 
-MODULES = ("attention", "lora", "gemm", "elementwise", "sampling")
+MODULES = ("attention", "lora", "gemm", "layer", "elementwise", "sampling")
 
 
 @dataclass(frozen=True)
