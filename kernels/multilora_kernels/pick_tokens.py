@@ -328,15 +328,17 @@ def _draw_ref(
     x: torch.Tensor, best: torch.Tensor, numbers: torch.Tensor, integers: torch.Tensor
 ) -> torch.Tensor:
     """The tokens of rows that draw, int64 [Q]."""
-    peak, inverse_temperature = best[:, None], numbers[0][:, None]
     # Relative to the maximum first: a small temperature then gives 0, never NaN.
-    share = ((x - peak) * inverse_temperature).exp_()
-    share /= exponential_ref(integers[1:].T, x.shape[1])
+    relative = (x - best[:, None]).mul_(numbers[0][:, None])
+    weight = relative.exp()
+    share = weight / exponential_ref(integers[1:].T, x.shape[1])
     cuts = Cuts(integers[0], numbers[2], numbers[1])
     truncated = (cuts.top_k > 0) | (cuts.top_p < 1) | (cuts.log_min_p > -torch.inf)
     rows = truncated.nonzero()[:, 0]
-    if len(rows):
+    if len(rows) == len(x):
+        share.masked_fill_(~keep_ref(x, relative, weight, cuts), -1)
+    elif len(rows):
         fewer = Cuts(*(each[rows] for each in cuts))
-        keep = keep_ref(x[rows], peak[rows], inverse_temperature[rows], fewer)
+        keep = keep_ref(x[rows], relative[rows], weight[rows], fewer)
         share[rows] = share[rows].masked_fill_(~keep, -1)
     return share.max(-1).indices

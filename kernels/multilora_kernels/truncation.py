@@ -48,18 +48,17 @@ class Cuts(NamedTuple):
 
 
 def keep_ref(
-    x: torch.Tensor, peak: torch.Tensor, inverse_temperature: torch.Tensor, cuts: Cuts
+    x: torch.Tensor, relative: torch.Tensor, weight: torch.Tensor, cuts: Cuts
 ) -> torch.Tensor:
     """Which tokens of x float32 [F, V] may be drawn, bool [F, V]: the reference in torch.
 
-    `peak` and `inverse_temperature` are float32 [F, 1]. It looks at what it computes, so on a
-    device it waits.
+    `relative` is (x - maximum) / temperature and `weight` its exp, [F, V] both. It looks at what it
+    computes, so on a device it waits.
     """
-    relative = (x - peak) * inverse_temperature
     likely = relative >= cuts.log_min_p[:, None]
     if not bool(((cuts.top_k > 0) | (cuts.top_p < 1)).any()):
         return likely
-    mass = relative.exp_().mul_(UNIT).long()
+    mass = (weight * UNIT).long()
     head = min(_HEAD, x.shape[1])
     value, number, found = _cut_ref(x, mass, cuts, head)
     if head < x.shape[1]:

@@ -97,7 +97,7 @@ def test_only_rows_beyond_the_head_are_sorted_whole(monkeypatch: pytest.MonkeyPa
     x = torch.stack([torch.linspace(0, -40, 3000), torch.linspace(0, -0.01, 3000)])
     cuts = truncation.Cuts(torch.zeros(2).int(), torch.tensor([0.9, 0.9]), -torch.tensor(math.inf))
     cuts = cuts._replace(log_min_p=torch.full((2,), -math.inf))
-    keep = truncation.keep_ref(x, torch.zeros(2, 1), torch.ones(2, 1), cuts)
+    keep = truncation.keep_ref(x, x, x.exp(), cuts)
     assert sorted_rows == [(2, 3000), (1, 3000)]
     assert abs(int(keep[1].sum()) - 2698) < 5  # 0.9 of 3,000 nearly equal tokens
     assert 100 < int(keep[0].sum()) < 250
