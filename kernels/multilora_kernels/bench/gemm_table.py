@@ -78,6 +78,22 @@ def _table(
         yield "Geometric mean of best / ours over the projections: " + ", ".join(means) + "."
 
 
+def _by_shape(
+    records: Sequence[Mapping[str, Any]], op: str, keys: Sequence[str], variants: Sequence[str]
+) -> Iterator[str]:
+    """The last figure of every variant of `op`, a row for each shape in the records' order."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for record in records:
+        if record["op"] == op:
+            shape = tuple(str(record["shape"][key]) for key in keys)
+            found.setdefault(shape, {})[record["variant"]] = float(record["us"])
+    measured = [name for name in variants if any(name in us for us in found.values())]
+    yield _row([*keys, *measured])
+    yield _row(["---"] * (len(keys) + len(measured)))
+    for shape, us in found.items():
+        yield _row([*shape, *(round(us[name], 1) if name in us else None for name in measured)])
+
+
 def tables(records: Sequence[Mapping[str, Any]], peers: Mapping[str, Any]) -> Iterator[str]:
     """Every table, line by line."""
     beside = ("cuBLAS bf16", "tinygemm", "dequantise all + cuBLAS")
@@ -94,11 +110,27 @@ def tables(records: Sequence[Mapping[str, Any]], peers: Mapping[str, Any]) -> It
     yield "**fp8_gemm**, scales by blocks of 128 x 128, us"
     yield ""
     yield from _table(figures_of(records, "fp8_gemm", scales="block"), scaled[:2], {}, ())
-    for op in ("fp8_weight_only", "bf16_gemv"):
+    for op in ("fp8_weight_only", "bf16_gemv", "bf16_rows"):
         yield ""
         yield f"**{op}**, us"
         yield ""
         yield from _table(figures_of(records, op), ("cuBLAS bf16",), {}, ())
+    wide = ("best tile", "awq_gemm before", "dequantise all + cuBLAS", "cuBLAS bf16")
+    yield ""
+    yield "**awq_wide**, us"
+    yield ""
+    yield from _by_shape(records, "awq_wide", ("proj", "M"), wide)
+    layer = (
+        "before",
+        "tiles searched",
+        "2 lines of each row asked for early",
+        "4 lines",
+        "8 lines",
+    )
+    yield ""
+    yield "**A layer without attention**, us"
+    yield ""
+    yield from _by_shape(records, "layer", ("base", "M"), (*layer, "ours", "cuBLAS bf16"))
 
 
 def main() -> None:
