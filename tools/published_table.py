@@ -117,7 +117,7 @@ def measured(row: Record) -> str:
 
 
 def share(row: Record) -> str:
-    """Of the bound; a load that arrivals limit has none."""
+    """Of the bound, where the card was known."""
     return f"{row['bound']['share']:.1%}" if row["bound"] else NOTHING
 
 

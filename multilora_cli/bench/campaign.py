@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from multilora_cli.bench.arms import Arm, Program
-from multilora_cli.bench.bound import Bound, Costs, workload_bound
+from multilora_cli.bench.bound import Bound, Costs, arrival_bound, workload_bound
 from multilora_cli.bench.churn import Mark, churning, evict, reload
 from multilora_cli.bench.loadgen import (
     Load,
@@ -167,9 +167,11 @@ async def _one_pass(side: Side, arm: Arm, turn: _Turn, settings: Settings) -> Pa
 
 
 def _bound(done: Pass, arm: Arm, costs: Costs) -> Bound | None:
-    """The bound of what a saturated load really did: all of it, or what came before it was cut."""
+    """The bound of what a load really did: all of it, or what came before it was cut."""
     if arm.open_loop:
-        return None
+        is_cut = done.measures.cut > 0
+        limit_s = done.result.duration_s if is_cut else None
+        return arrival_bound(arm.requests, arm.concurrency, costs, limit_s)
     came = [
         replace(arm.requests[record.index], output_tokens=record.output_tokens)
         for record in done.result.records

@@ -57,7 +57,6 @@ def bench() -> None:
 
 @app.command("run")
 def run(
-    ctx: typer.Context,
     fleet: FleetArgument = None,
     offline: flags.Offline = False,
     url: flags.Url = None,
@@ -102,12 +101,13 @@ def run(
 
     Example: mlora bench fleet.example.yaml --heterogeneous --report bench.html
     """
+    given = dict(locals())  # not a context's params, which some versions of Typer leave as text
     from multilora_cli.cli.bench_options import BenchOptions, check_writable
 
     check_writable(report, "--report")
     check_writable(output, "--output")
     check_writable(rows, "--rows")
-    options = BenchOptions.from_flags(ctx.params, sys.argv[1:])
+    options = BenchOptions.from_flags(given, sys.argv[1:])
     _run(Console(as_json=as_json, quiet=quiet), options, report, output)
 
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from multilora_cli.bench.arms import Program
     from multilora_cli.bench.bound import Costs
     from multilora_cli.bench.target import Adapter
     from multilora_cli.cli.bench_options import BenchOptions
@@ -35,8 +34,8 @@ class FleetFile:
         """Largest rank of every adapter. Raises MloraError."""
         return {shape.name: shape.max_rank for shape in self._request.adapters}
 
-    def costs(self, adapters: "Sequence[Adapter]", program: "Program") -> "Costs | None":
-        """What loads cost, where card and fleet are known and a load is saturated. BadInput."""
+    def costs(self, adapters: "Sequence[Adapter]") -> "Costs | None":
+        """What loads cost, where card and fleet are known. Raises BadInput."""
         from multilora_cli.errors import BadInput
 
         options = self._options
@@ -44,9 +43,7 @@ class FleetFile:
             if options.gpu is not None:
                 raise BadInput("--gpu: needs FLEET, the file that says what the server serves")
             return None
-        if self._card is None or all(arm.open_loop for arm in program.arms):
-            return None
-        return _costs(self._request, self._card, adapters)
+        return None if self._card is None else _costs(self._request, self._card, adapters)
 
     def quantization(self) -> str | None:
         """Of the base: none, fp8 or awq; auto where only a checkpoint elsewhere says it."""

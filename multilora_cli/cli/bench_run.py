@@ -34,7 +34,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
         file = FleetFile(options)
         ranks = sides[0].fleet.ranks or ({} if options.fleet is None else file.ranks)
         program = _program(options, sides, ranks)
-        costs = file.costs(sides[0].adapters, program)
+        costs = file.costs(sides[0].adapters)
         facts = _facts(options, sides, program, file.quantization())
         live = stack.enter_context(Live(console))
 

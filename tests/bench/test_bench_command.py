@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import multilora_cli.cli
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.stream import error_message
 from multilora_cli.cli.app import app
-from multilora_cli.cli.bench_options import parse_rate, pick_preset
+from multilora_cli.cli.bench_options import BenchOptions, parse_rate, pick_preset
 from multilora_cli.cli.bench_view import describe
 from multilora_cli.errors import BadInput
 from tests.e2e.serving import Served, start
@@ -124,6 +125,29 @@ def test_a_named_card_gives_shares_of_the_bound(server: Loopback) -> None:
     assert "--gpu: needs FLEET" in bench("--url", server.url, "--gpu", "h200", code=2).stderr
     text = bench(str(FLEET), "--url", server.url, "--gpu", "h200", "--preset", "smoke").stdout
     assert "of bound" in text
+
+
+def test_flags_arrive_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths as paths, in every version of Typer: 0.27 leaves a context's params as text."""
+    seen: list[BenchOptions] = []
+    monkeypatch.setattr(
+        "multilora_cli.cli.bench._run", lambda console, options, *_: seen.append(options)
+    )
+    bench("x.yaml", "--trace", "t.jsonl", "--rows", "r.jsonl", "--requests", "3", "--rate", "inf",
+          "--for", "2", "--no-ignore-eos")  # fmt: skip
+    (options,) = seen
+    assert (options.fleet, options.trace, options.rows) == (
+        Path("x.yaml"), Path("t.jsonl"), Path("r.jsonl"),
+    )  # fmt: skip
+    assert (options.requests, options.rate, options.limit) == (3, float("inf"), 2.0)
+    assert options.ignore_eos is False and options.preset == "trace" and not options.offline
+
+
+def test_no_command_reads_what_typer_has_not_converted() -> None:
+    """A context's params are text or values, by Typer's version; parameters are always values."""
+    folder = Path(multilora_cli.cli.__file__).parent
+    users = [file.name for file in sorted(folder.glob("*.py")) if ".params" in file.read_text()]
+    assert users == ["app.py"]  # whose --debug is a switch
 
 
 def test_a_row_is_on_disk_as_soon_as_its_load_has_ended(server: Loopback, tmp_path: Path) -> None:

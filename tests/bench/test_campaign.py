@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from multilora_cli.bench.arms import Program, Room, Workload, make_program
-from multilora_cli.bench.bound import workload_bound
+from multilora_cli.bench.bound import arrival_bound, workload_bound
 from multilora_cli.bench.campaign import Pass, Settings, Side, run_program
 from multilora_cli.bench.churn import churning
 from multilora_cli.bench.loopback import Loopback, Script
@@ -55,7 +55,7 @@ def test_what_the_server_lists_is_what_is_used() -> None:
 
 
 def test_the_bound_is_that_of_what_was_done() -> None:
-    """Of the first side alone, of a saturated load alone, and of the tokens that came."""
+    """Of the first side alone, and of the tokens that came; arrivals have a bound of their own."""
     settings = Settings(costs=costs())
     passes, _, _ = run(None, Script(models=MODELS), Script(models=MODELS), settings=settings)
     for done in passes:
@@ -73,7 +73,9 @@ def test_the_bound_is_that_of_what_was_done() -> None:
     assert cut[0].bound == workload_bound(came, 16, costs())
 
     open_loop = make_program("heterogeneous", replace(SMALL, rate=100.0), Room(4))
-    assert all(done.bound is None for done in run(open_loop, settings=settings)[0])
+    for done in run(open_loop, settings=settings)[0]:
+        (arm,) = (arm for arm in open_loop.arms if arm.label == done.arm)
+        assert done.bound == arrival_bound(arm.requests, None, costs())
 
 
 def test_arms_take_turns_and_requests_per_adapter_add_up() -> None:

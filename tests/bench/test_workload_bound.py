@@ -2,8 +2,8 @@
 
 import pytest
 
-from multilora_cli.bench.bound import Costs, step_reads, workload_bound
-from multilora_cli.bench.workload import BenchRequest, punica_trace
+from multilora_cli.bench.bound import Costs, arrival_bound, step_reads, workload_bound
+from multilora_cli.bench.workload import BenchRequest, SLora, punica_trace, slora_trace
 from multilora_cli.sizing.budget import base_bytes
 from multilora_cli.sizing.geometry import geometry_from_config
 from multilora_cli.sizing.hardware import find_gpu
@@ -67,6 +67,35 @@ def test_the_tail_of_a_short_load_is_counted() -> None:
     trace = punica_trace("distinct", 128)
     assert step_reads(trace, 32, {})[0] == 4911
     assert sum(request.output_tokens for request in trace) == 32 * 3873
+
+
+def test_arrivals_that_are_all_at_once_have_the_bound_of_the_schedule() -> None:
+    trace = punica_trace("skewed", 64)
+    summed, stepped = workload_bound(trace, 16, costs()), arrival_bound(trace, 16, costs())
+    assert stepped.decode_s == pytest.approx(summed.decode_s, rel=1e-9)
+    assert stepped.prefill_s == pytest.approx(summed.prefill_s, rel=1e-9)
+    assert stepped.output_tokens_per_s == pytest.approx(summed.output_tokens_per_s, rel=1e-9)
+    assert (stepped.batch, summed.batch) == (16, 16)
+
+
+def test_where_requests_are_rare_their_arrivals_decide() -> None:
+    """One a second, each done long before the next: the last one's time is all there is."""
+    rare = [BenchRequest(0, 100, 50, float(second)) for second in range(10)]
+    found = arrival_bound(rare, None, costs())
+    alone = arrival_bound(rare[:1], None, costs())
+    assert found.batch == 1 and found.seconds == pytest.approx(10 * alone.seconds)
+    assert found.output_tokens_per_s == pytest.approx(500 / (9 + alone.seconds))
+    assert arrival_bound(rare, None, costs(), 4.9).output_tokens_per_s == pytest.approx(250 / 4.9)
+
+
+def test_what_can_be_answered_by_a_time() -> None:
+    """S-LoRA's trace at 10 requests/s, 12 s of it: the card keeps up, and some answers run."""
+    trace = slora_trace(SLora(1000, rate=10.0, duration_s=120.0))
+    found = arrival_bound(trace, None, costs(), 12.0)
+    sent = sum(r.output_tokens for r in trace if r.arrival_s < 12.0)
+    assert 0.8 * sent < found.output_tokens_per_s * 12.0 < sent
+    assert 2 <= found.batch < 40
+    assert arrival_bound([], None, costs()).output_tokens_per_s == 0.0
 
 
 def test_the_batch_is_what_is_at_once_and_what_the_engine_takes() -> None:
