@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,13 +162,14 @@ def _plain(geometry: ModelGeometry, device: torch.device) -> None:
     return None
 
 
-def _fp8(geometry: ModelGeometry, device: torch.device) -> LinearSource:
+def _fp8(geometry: ModelGeometry, device: torch.device, *, by_block: bool = False) -> LinearSource:
     def weight(layer: int, group: str) -> Weight:
         n, k = _shape(geometry, group)
+        scales = (-(-n // 128), -(-k // 128)) if by_block else (n,)
         return Fp8Linear(
             Fp8Weight(
                 q=torch.empty(n, k, dtype=torch.float8_e4m3fn, device=device),
-                scale=torch.empty(n, device=device),
+                scale=torch.empty(scales, device=device),
                 counters=torch.zeros(-(-n // 64), dtype=torch.int32, device=device),
                 unit=torch.ones(1, device=device),
             ),
@@ -195,7 +197,8 @@ def _awq(geometry: ModelGeometry, device: torch.device) -> LinearSource:
 
 
 _SOURCES: dict[str, Callable[[ModelGeometry, torch.device], LinearSource | None]] = {
-    "none": _plain, "fp8": _fp8, "awq": _awq,
+    "none": _plain, "fp8": _fp8,
+    "fp8 by block": partial(_fp8, by_block=True), "awq": _awq,
 }  # fmt: skip
 
 

@@ -12,28 +12,44 @@ from multilora_cli.engine.prompt_graphs import PromptGraphs
 from multilora_cli.sizing.allocator import Allocator
 from multilora_cli.sizing.budget import CapturedSteps, graph_ranks, graph_rows, prompt_steps
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
-from multilora_cli.sizing.quantization import AWQ, FP8, NONE
+from multilora_cli.sizing.quantization import AWQ, FP8, NONE, Quantization
 from multilora_cli.sizing.step_memory import StepScratch, cublas_bytes
 from multilora_kernels.launch import H200, RTX_4090, Chip
 from tests.engine.fake_card import Trace, fake_card, fake_engine
 
-STORAGES = {"none": NONE, "fp8": FP8, "awq": AWQ}
+STORAGES = {
+    "none": NONE, "fp8": FP8, "fp8 by block": Quantization("fp8", granularity="block"), "awq": AWQ,
+}  # fmt: skip
 CLOSE = 0.02
 PAGES = 4 * 2**20  # of small tensors, which are not all planned
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelGeometry:
-    scratch: Path = tmp_path_factory.mktemp("llama")
-    return read_geometry(config_folder("llama-3-8b", "none", scratch))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelGeometry]:
+    """One whose shapes were tuned on an H200, and one whose were not."""
+    scratch: Path = tmp_path_factory.mktemp("models")
+    names = ("llama-3-8b", "llama-3-70b")
+    return {name: read_geometry(config_folder(name, "none", scratch)) for name in names}
 
 
-@pytest.mark.parametrize("chip", [H200, RTX_4090], ids=lambda chip: chip.key)
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("max_seqs", "max_tokens"), [(64, 4096), (256, 8192), (256, 512)])
+@pytest.mark.parametrize(
+    ("model", "chip", "max_seqs", "max_tokens"),
+    [
+        ("llama-3-8b", H200, 64, 4096),
+        ("llama-3-8b", RTX_4090, 256, 8192),
+        ("llama-3-70b", H200, 256, 512),
+    ],
+)
 def test_the_largest_step(
-    llama: ModelGeometry, storage: str, chip: Chip, max_seqs: int, max_tokens: int
+    models: dict[str, ModelGeometry],
+    model: str,
+    storage: str,
+    chip: Chip,
+    max_seqs: int,
+    max_tokens: int,
 ) -> None:
+    llama = models[model]
     scratch = StepScratch(llama, 2, STORAGES[storage], chip)
     with fake_card(chip):
         decoder, builder = fake_engine(llama, storage, max_tokens, max_seqs)
@@ -45,15 +61,20 @@ def test_the_largest_step(
     assert trace.memory.kept + library <= workspace + margin
 
 
-@pytest.mark.parametrize("chip", [H200, RTX_4090], ids=lambda chip: chip.key)
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("max_seqs", [64, 256])
-def test_captured_steps(llama: ModelGeometry, storage: str, chip: Chip, max_seqs: int) -> None:
+@pytest.mark.parametrize(
+    ("model", "chip", "max_seqs"),
+    [("llama-3-8b", H200, 256), ("llama-3-8b", RTX_4090, 64), ("llama-3-70b", H200, 64)],
+)
+def test_captured_steps(
+    models: dict[str, ModelGeometry], model: str, storage: str, chip: Chip, max_seqs: int
+) -> None:
     """Decode steps first, then those with prompts, in one pool."""
+    llama = models[model]
     rows, prompts = graph_rows(max_seqs), prompt_steps(max_seqs)
     steps = CapturedSteps(rows, prompts, graph_ranks(16))
     with fake_card(chip):
-        decoder, builder = fake_engine(llama, storage, 8192, max_seqs)
+        decoder, builder = fake_engine(llama, storage, 8192, max_seqs, num_layers=2)
         segments, table = builder.segments, builder.table
         decodes = DecodeGraphs(decoder, builder, rows, 8192, 16)
         chunks = PromptGraphs(decoder, builder, prompts, 8192, 16)
