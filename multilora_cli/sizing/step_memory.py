@@ -12,15 +12,16 @@ from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
 from multilora_kernels.chip import Chip, tuned_table
 from multilora_kernels.layout import GROUPS
+from multilora_kernels.split_choice import Tile, bucket_of, choose_tile
 
 # Splits of a row's context that decode attention may run side by side.
 _DECODE_SPLITS = 32
 # Logits and their tokens that a row's truncation may list (multilora_kernels.pick_tokens).
 _LISTED_BYTES = 4096 * 4
 _SLICE_BYTES = 64 * 2**20  # of W, widened at a time (multilora_kernels.slices)
-# Rows up to which a multiply splits K, and the usual number of splits, where nothing was tuned.
+# Rows up to which a multiply splits K, where nothing was tuned, and the least rows of its tiles.
 _SPLIT_ROWS = {"fp8_gemm": 64, "awq_gemm": 128, "fp8_weight_only": 128}
-_SPLITS = 4
+_LEAST_ROWS = {"fp8_gemm": 16, "awq_gemm": 8, "fp8_weight_only": 8}
 _WIDE_ROWS = 65  # fewer keep to one order of sums, and to awq_gemm's own kernel
 _LAYERS = 3  # after which every further one finds the room of the one before
 
@@ -164,7 +165,10 @@ class StepMemory(Allocator):
         most = int(best.get("max_split", best.get("max_fused", _SPLIT_ROWS[kernel])))
         if tokens <= most:
             out = self.take(tokens * n * size)
-            self._partials(int(best.get("split_k", _SPLITS)), tokens, n)
+            base = Tile(block_m=bucket_of(tokens, _LEAST_ROWS[kernel]))
+            tile = choose_tile(kernel, base, n, k, self._of.chip, lambda tile: 0)
+            rows = -(-tokens // tile.block_m) * tile.block_m
+            self._partials(tile.split_k, rows, -(-n // tile.block_n) * tile.block_n)
             return out
         if kernel != "fp8_gemm":
             out = self.take(tokens * n * size)

@@ -71,7 +71,7 @@ def test_captured_steps(
 ) -> None:
     """Decode steps first, then those with prompts, in one pool."""
     llama = models[model]
-    rows, prompts = graph_rows(max_seqs), prompt_steps(max_seqs)
+    rows, prompts = graph_rows(max_seqs)[::-3][::-1], prompt_steps(max_seqs)
     steps = CapturedSteps(rows, prompts, graph_ranks(16))
     with fake_card(chip):
         decoder, builder = fake_engine(llama, storage, 8192, max_seqs, num_layers=2)
