@@ -94,15 +94,39 @@ def list_bytes(
 ) -> int:
     """Device bytes of `Segments` once decode steps and prompts of every size were run.
 
-    Of prompts the planes count; their lists have an entry for every 64 rows and stay below 1 %.
+    The lists of prompts are counted for one adapter in all rows: others add pieces of less than
+    64 rows, some hundred bytes for each.
     """
     decode_tokens = min(max_tokens, DECODE_TOKENS)
     wanted, planes = decode_capacity(shapes, decode_tokens, max_rank, chip, choose)
     margin = 4 * (TILE_FIELDS + TASK_FIELDS + BAND_FIELDS) * chip.num_sms
     decode = sum(capacity.nbytes for capacity in wanted.values()) + margin + _COUNT_BYTES
     prompt_planes = prompt_plane_rows(shapes, max_tokens, max_rank, chip, choose)
+    prompts = 0
+    if max_tokens > DECODE_TOKENS:
+        prompts = prompt_list_bytes(shapes, max_tokens, max_rank, chip, choose)
+        prompts += margin + _COUNT_BYTES
     row_numbers = 3 * 4 * max_tokens  # of decode steps, of prompts, and the slot of every row
-    return decode + (planes + prompt_planes) * _PLANE_ROW_BYTES + row_numbers
+    return decode + prompts + (planes + prompt_planes) * _PLANE_ROW_BYTES + row_numbers
+
+
+def prompt_list_bytes(
+    shapes: Mapping[str, GroupShape],
+    max_tokens: int,
+    max_rank: int,
+    chip: Chip,
+    choose: Choose = choose,
+) -> int:
+    """Bytes of the entries of a step above decode's size whose rows share one adapter."""
+    total = 0
+    for shape in shapes.values():
+        choice = choose(shape, max_tokens, chip)
+        pieces, tiles = -(-max_tokens // choice.block_m), len(shape.d_outs) * num_tiles(max_rank)
+        columns = choice.block_n * choice.n_steps
+        tasks = sum(-(-d_out // columns) for d_out in shape.d_outs)
+        bands = -(-tiles // SIDE_BY_SIDE)
+        total += Capacity(pieces * tiles, pieces * tasks, pieces * bands).nbytes
+    return total
 
 
 def prompt_plane_rows(

@@ -84,12 +84,17 @@ def grow_segments(device: torch.device) -> None:
     """
     if device.type != "cuda" or any(name in os.environ for name in _ALLOCATOR_SETTINGS):
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    _set_allocator("expandable_segments:True")
     try:
         torch.empty(2**25, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         _log.warning("this device maps no memory in pieces, segments do not grow: %s", error)
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        _set_allocator("expandable_segments:False")
+
+
+def _set_allocator(settings: str) -> None:
+    """As PYTORCH_ALLOC_CONF would; what torch has for it in torch.cuda warns of its end."""
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

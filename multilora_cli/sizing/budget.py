@@ -40,9 +40,14 @@ _STEP_NODES = 27
 _NODES = 10
 _LORA_NODES = 8
 _EXTRA_NODES = 4
-# What the driver keeps of a node. For a 16-bit 8B on an H200 59 MiB of 39 steps and 84 MiB of 57,
-# for one in FP8 at most 63 MiB of 39.
-NODE_BYTES = 3030
+# What the driver keeps of a node, by what multiplies the linears: of an 8B on an H200 98 MiB of 57
+# steps in 16 bits, 68 MiB of 39 in FP8, 56 MiB of 39 in 4 bits (docs/benchmarks/plan-h200.jsonl).
+NODE_BYTES = {"library": 3480, "fp8_gemm": 3530, "awq_gemm": 2910, "fp8_weight_only": 2910}
+# What loading leaves beside each packed weight: what it is made from leaves holes in the pages of
+# 20 MiB that torch maps. Measured there: 2.2 MB for FP8 made at load, 0.17 MB for 4 bits.
+LEFT_BY_LOADING = {
+    "library": 0, "fp8_gemm": 2_500_000, "fp8_weight_only": 2_500_000, "awq_gemm": 300_000,
+}  # fmt: skip
 
 # What the driver takes of a card for the engine's process, beside all of the parts: 524 MiB for the
 # context, the rest for the code and constants of torch's, cuBLAS's and our kernels. As counted on
@@ -223,9 +228,12 @@ def fixed_graph_bytes(geometry: ModelGeometry, steps: CapturedSteps, max_context
     return sum(sequences) * (2 * columns + geometry.vocab_size) * 4
 
 
-def driver_graph_bytes(num_layers: int, steps: CapturedSteps, *, extras: bool = False) -> int:
-    """What the driver keeps of captured steps; `extras`: of those that adapters with extras need,
-    which are decode steps with adapters captured once more."""
+def driver_graph_bytes(
+    num_layers: int, steps: CapturedSteps, kernel: str = "library", *, extras: bool = False
+) -> int:
+    """What the driver keeps of captured steps, whose linears `kernel` multiplies; `extras`: of
+    those that adapters with extras need, which are decode steps with adapters captured once more.
+    """
     if not steps.rows:
         return 0
     with_adapters = len(steps.ranks) - 1
@@ -236,7 +244,7 @@ def driver_graph_bytes(num_layers: int, steps: CapturedSteps, *, extras: bool = 
     else:
         base = _STEP_NODES + num_layers * _NODES
         nodes = (len(steps.rows) + len(steps.prompts)) * (base + with_adapters * adapted)
-    return nodes * NODE_BYTES
+    return nodes * NODE_BYTES[kernel]
 
 
 def num_slots(num_adapters: int) -> int:

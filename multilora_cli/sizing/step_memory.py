@@ -40,6 +40,16 @@ class StepScratch:
     quantization: Quantization  # as it lies on the device
     chip: Chip
 
+    @property
+    def kernel(self) -> str:
+        """What multiplies the packed linears: one of ours by its name, or the library."""
+        stored = self.quantization
+        if stored.method == "none" or stored.placement == "dense":
+            return "library"
+        if stored.method == "awq":
+            return "awq_gemm"
+        return "fp8_weight_only" if stored.placement == "weight_only" else "fp8_gemm"
+
     def eager(self, max_tokens: int, max_seqs: int) -> tuple[int, int]:
         """The most bytes of tensors in the largest step, every sequence of it sampled in the
         dearest way; and what torch keeps beyond them.
@@ -121,19 +131,9 @@ class StepMemory(Allocator):
         shapes = [self._of.geometry.module_shapes[module] for module in GROUPS[group]]
         return sum(d_out for _, d_out in shapes), shapes[0][0]
 
-    @property
-    def _kernel(self) -> str | None:
-        """What multiplies the packed linears; None: the library alone."""
-        stored = self._of.quantization
-        if stored.method == "none" or stored.placement == "dense":
-            return None
-        if stored.method == "awq":
-            return "awq_gemm"
-        return "fp8_weight_only" if stored.placement == "weight_only" else "fp8_gemm"
-
     def _quantised(self, group: str, tokens: int) -> list[Block | None]:
         """Rows in FP8 beside the plain ones, and their scales."""
-        if self._kernel != "fp8_gemm":
+        if self._of.kernel != "fp8_gemm":
             return []
         width = self._shape(group)[1]
         scales = -(-width // 128) if self._of.quantization.granularity == "block" else 1
@@ -145,8 +145,8 @@ class StepMemory(Allocator):
     def _multiply(self, group: str, tokens: int) -> Block | None:
         """The product; what the multiply takes meanwhile is given back."""
         n, k = self._shape(group)
-        kernel, size = self._kernel, self._of.itemsize
-        if kernel is None:
+        kernel, size = self._of.kernel, self._of.itemsize
+        if kernel == "library":
             out = self.take(tokens * n * size)
             rows = tuned_table(self._of.chip, "bf16_rows").get(f"n{n}-k{k}", {})
             if 1 < tokens <= int(rows.get("max_rows", 0)):

@@ -140,7 +140,8 @@ def test_quantised_bases(plan: Plan) -> None:
 def test_a_70b_on_80_gb_and_the_price_of_rank(plan: Plan) -> None:
     found = plan(
         "70b", "--gpu", "h100", "--set", "base.quantization=fp8", "--set",
-        "base.max_model_len=4096", "--assume", "rank=16,targets=all,count=25",
+        "base.max_model_len=4096", "--set", "limits.max_num_seqs=32", "--set",
+        "limits.max_num_batched_tokens=2048", "--assume", "rank=16,targets=all,count=25",
     )  # fmt: skip
     says(
         f"{found['hot_together']} of rank 16 on all seven projections at once, and then"

@@ -106,9 +106,6 @@ def main(asked: dict[str, Any]) -> None:
             **asked.get("config", {}),
         )
         say(kind="asked", **asked)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # makes the context
-            books.say("context")
         seen = {""}
 
         def report(phase: str, done: int, total: int) -> None:

@@ -101,7 +101,7 @@ def test_segments_grow_unless_the_environment_or_the_device_says_no(
     cuda, said = torch.device("cuda", 0), []
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     monkeypatch.setattr(device_memory.torch, "empty", lambda *args, **kwargs: None)
     grow_segments(torch.device("cpu"))
     grow_segments(cuda)

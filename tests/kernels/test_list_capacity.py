@@ -1,11 +1,17 @@
 """What is planned for the work lists is what they allocate."""
 
+import numpy as np
 import pytest
 import torch
 
 from multilora_kernels.launch import H200, RTX_4090, Chip
 from multilora_kernels.layout import MODULES, page_bytes, plan_image
-from multilora_kernels.list_capacity import decode_capacity, group_shapes, list_bytes
+from multilora_kernels.list_capacity import (
+    decode_capacity,
+    group_shapes,
+    list_bytes,
+    prompt_list_bytes,
+)
 from multilora_kernels.lora_choice import choose
 from multilora_kernels.table import AdapterTable
 from multilora_kernels.work_lists import WorkLists
@@ -18,10 +24,10 @@ SHAPES = {
 PAGE = page_bytes(2, 8, 128, 2)
 
 
-def lists_of(chip: Chip, max_tokens: int, max_rank: int) -> WorkLists:
-    """Lists of an 8B's layer, before any step."""
+def lists_of(chip: Chip, max_tokens: int, max_rank: int, rank: int = 8) -> WorkLists:
+    """Lists of an 8B's layer, before any step; slot 1 has an adapter."""
     table = AdapterTable(3, 2, SHAPES, 4096, torch.device("cpu"))
-    plan = plan_image({(0, module): 8 for module in MODULES}, SHAPES, PAGE, 2)
+    plan = plan_image({(0, module): rank for module in MODULES}, SHAPES, PAGE, 2)
     table.set(1, plan, list(range(plan.num_pages)))
     return WorkLists(table, chip, max_tokens, max_rank)
 
@@ -39,7 +45,25 @@ def test_the_fixed_buffers_are_what_was_planned(chip: Chip, max_rank: int) -> No
         assert planned - lists.nbytes == 2 * 4 * max_tokens
 
 
-def test_prompts_add_their_planes_and_no_more() -> None:
+def test_the_buffers_of_a_whole_prompt_are_what_was_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One adapter of the highest rank in all rows."""
+    monkeypatch.setattr(WorkLists, "_write", lambda *_: None)  # a kernel's part
+    shapes, max_tokens = group_shapes(SHAPES, PAGE, 2), 2048
+    lists = lists_of(H200, max_tokens, 64, rank=64)
+    lists.reserve_prompts()
+    rows = np.arange(max_tokens, dtype=np.int32)
+    indptr, slots = np.array([0, max_tokens], np.int32), np.array([1], np.int32)
+    lists.update(rows, indptr, slots, max_tokens)
+    decode = lists_of(H200, max_tokens, 64)
+    decode.reserve(512)
+    row_slots = 4 * max_tokens  # of Segments
+    both = lists.nbytes + decode.nbytes + row_slots
+    assert both == list_bytes(shapes, max_tokens, 64, H200)
+
+
+def test_prompts_add_their_planes_and_lists() -> None:
     shapes = group_shapes(SHAPES, PAGE, 2)
     few, many = (list_bytes(shapes, rows, 64, H200) for rows in (512, 8192))
     splits = {
@@ -50,7 +74,9 @@ def test_prompts_add_their_planes_and_no_more() -> None:
         for shape in shapes.values()
         for rows in (513, 1024, 2048, 4096, 8192)
     )
-    assert many - few == widest + 3 * 4 * (8192 - 512), splits
+    entries = prompt_list_bytes(shapes, 8192, 64, H200)
+    rest = many - few - widest - entries - 3 * 4 * (8192 - 512)
+    assert 0 < rest < 16 * 1024 and entries < 0.05 * widest, splits
 
 
 def test_capacity_grows_with_rows_and_rank() -> None:

@@ -162,10 +162,10 @@ def test_graphs_cost_by_their_number_and_hold_tensors_for_the_largest() -> None:
     one, two = (driver_graph_bytes(32, steps(*rows)) for rows in ((64,), (32, 64)))
     assert two == 2 * one
     # By their nodes, as an H200 counted them: 343 to 375 without adapters, 599 to 631 with them.
-    assert one == pytest.approx((347 + 2 * 603) * NODE_BYTES, rel=0.01)
-    assert driver_graph_bytes(32, steps(64, max_rank=8)) == (347 + 603) * NODE_BYTES
+    assert one == pytest.approx((347 + 2 * 603) * NODE_BYTES["library"], rel=0.01)
+    assert driver_graph_bytes(32, steps(64, max_rank=8)) == (347 + 603) * NODE_BYTES["library"]
     extras = driver_graph_bytes(32, steps(64), extras=True)
-    assert extras == 2 * (603 + 4 * 32) * NODE_BYTES
+    assert extras == 2 * (603 + 4 * 32) * NODE_BYTES["library"]
     fixed = fixed_graph_bytes(LLAMA3_8B, steps(32, 64), 8192)
     assert fixed == 64 * (2 * 512 + LLAMA3_8B.vocab_size) * 4
     with_prompts = fixed_graph_bytes(LLAMA3_8B, steps(32, 64, prompts=True), 8192)
