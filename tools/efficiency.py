@@ -48,6 +48,8 @@ def cells(lines: list[str]) -> list[dict[str, Any]]:
 
 def main(paths: list[str]) -> None:
     """Write the file from the records in `paths`."""
+    if not paths:
+        sys.exit("name the records: python tools/efficiency.py docs/benchmarks/engine-*.jsonl")
     lines = [line for path in paths for line in Path(path).read_text("utf-8").splitlines()]
     rows = ",\n  ".join(json.dumps(cell) for cell in cells([line for line in lines if line]))
     OUTPUT.write_text('{"cells": [' + (f"\n  {rows}\n" if rows else "") + "]}\n", encoding="utf-8")
