@@ -42,6 +42,9 @@ class Staging:
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.numel() < num_bytes:
             size = 1 << max(12, (num_bytes - 1).bit_length())
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            # One that is made in inference mode could not be written outside of it, and uploads are
+            # made in both.
+            with torch.inference_mode(False):
+                buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self._buffers[self._turn] = buffer
         return buffer[:num_bytes]
