@@ -193,11 +193,20 @@ def test_launches_compile_side_by_side_and_run_nothing(
 ) -> None:
     """Every kernel once, however often it is launched, and both at the same time."""
     together, compiled = threading.Barrier(2), list[str]()
+    loaded = threading.Barrier(2)
 
-    def compile(src: Any, **_: object) -> str:
+    class Compiled:
+        is_loaded = False
+
+        @property
+        def run(self) -> None:
+            loaded.wait(30)
+            self.is_loaded = True
+
+    def compile(src: Any, **_: object) -> Compiled:
         together.wait(30)
         compiled.append(src.fn.__name__)
-        return "compiled"
+        return Compiled()
 
     def create(kernel: JITFunction[Any]) -> Any:
         cache, keys, target, backend, binder = original(kernel)
@@ -214,7 +223,7 @@ def test_launches_compile_side_by_side_and_run_nothing(
             silu_mul(wide)
         assert len(compiled) <= 2
     assert compiled == ["silu_mul_kernel"] * 2
-    assert list(kernel.device_caches[0][0].values()) == ["compiled"] * 2
+    assert [found.is_loaded for found in kernel.device_caches[0][0].values()] == [True, True]
 
 
 def test_what_does_not_compile_is_told_by_its_launch(

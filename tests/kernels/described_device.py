@@ -27,6 +27,9 @@ class _Driver:
     def get_current_device(self) -> int:
         return 0
 
+    def set_current_device(self, device: int) -> None:
+        assert device == 0
+
     def get_current_stream(self, device: object = None) -> int:
         return 0
 
