@@ -177,6 +177,14 @@ class MatrixBlock:
     offset: int
 
 
+class ImageSections(NamedTuple):
+    """Where a flat image is cut so that every block is a section of its own."""
+
+    sizes: Sequence[int]  # elements, from the first page to the last
+    of_matrix: Mapping[tuple[int, str, str], int]  # of those that are one block
+    gaps: Sequence[int]  # sections that no block of factors covers
+
+
 @dataclass(frozen=True)
 class ImagePlan:
     """Where every block of one adapter lies in the pages of its image."""
@@ -205,15 +213,27 @@ class ImagePlan:
         return found
 
     @cached_property
-    def gaps(self) -> Sequence[tuple[int, int, int]]:
-        """(page, start, end) in bytes of everything that no block of factors covers."""
-        found, ends = [], [0] * self.num_pages
+    def sections(self) -> ImageSections:
+        """The flat image cut at every block."""
+        sizes: list[int] = []
+        of_matrix: dict[tuple[int, str, str], int] = {}
+        gaps: list[int] = []
+        position = 0
         for block in sorted(self.blocks, key=lambda b: (b.page, b.offset)):
-            if block.offset > ends[block.page]:
-                found.append((block.page, ends[block.page], block.offset))
-            ends[block.page] = block.offset + block.rank_width * block.length * self.itemsize
-        found += [(page, end, self.page_bytes) for page, end in enumerate(ends)]
-        return [gap for gap in found if gap[1] < gap[2]]
+            at = (block.page * self.page_bytes + block.offset) // self.itemsize
+            if at > position:
+                gaps.append(len(sizes))
+                sizes.append(at - position)
+            key = (block.layer, block.module, block.matrix)
+            if len(self.blocks_by_matrix[key]) == 1:
+                of_matrix[key] = len(sizes)
+            sizes.append(block.rank_width * block.length)
+            position = at + sizes[-1]
+        end = self.num_pages * self.page_bytes // self.itemsize
+        if end > position:
+            gaps.append(len(sizes))
+            sizes.append(end - position)
+        return ImageSections(sizes, of_matrix, gaps)
 
     @cached_property
     def tiles(self) -> Mapping[str, int]:

@@ -84,6 +84,24 @@ class _Factor(NamedTuple):
     entry: TensorEntry
     blocks: Sequence[Block]
     scaling: float | None  # of B; None for A
+    section: int | None  # of the image, where the file has all of it in the same order
+
+
+def _factors(adapter: AdapterFile, plan: ImagePlan) -> Iterator[_Factor]:
+    blocks, sections = plan.blocks_by_matrix, plan.sections.of_matrix
+    for (layer, module), weights in adapter.weights.items():
+        for entry, matrix, scaling in (
+            (weights.lora_a, "a", None),
+            (weights.lora_b, "b", weights.scaling),
+        ):
+            key = (layer, module, matrix)
+            section = sections.get(key)
+            if section is not None:
+                (block,) = blocks[key]
+                rank, length = entry.shape if scaling is None else reversed(entry.shape)
+                if (block.rank_width, block.length) != (rank, length):
+                    section = None
+            yield _Factor(entry, blocks[key], scaling, section)
 
 
 def _factor_jobs(
@@ -93,52 +111,61 @@ def _factor_jobs(
     files: WeightFiles,
 ) -> Iterator[Job]:
     """One job for every piece of the files that holds factors, and one for the bytes between."""
-    blocks = plan.blocks_by_matrix
     by_file: dict[Path, list[_Factor]] = {}
-    for (layer, module), weights in adapter.weights.items():
-        for factor in (
-            _Factor(weights.lora_a, blocks[layer, module, "a"], None),
-            _Factor(weights.lora_b, blocks[layer, module, "b"], weights.scaling),
-        ):
-            by_file.setdefault(factor.entry.file, []).append(factor)
-    yield partial(_zero_gaps, plan, image.view(torch.uint8).view(plan.num_pages, -1))
+    for factor in _factors(adapter, plan):
+        by_file.setdefault(factor.entry.file, []).append(factor)
+    sections = image.split_with_sizes(plan.sections.sizes)
+    if plan.sections.gaps:
+        yield partial(torch._foreach_zero_, [sections[gap] for gap in plan.sections.gaps])
     for factors in by_file.values():
         factors.sort(key=lambda factor: factor.entry.offset)
         for share in _shares(factors):
-            yield partial(_place, share, files, image, plan)
+            yield partial(_place, share, files, image, sections, plan)
 
 
 def _shares(factors: Sequence[_Factor]) -> Iterator[Sequence[_Factor]]:
-    """Runs of factors that follow one another in their file, of about a piece each."""
-    first, begin = 0, factors[0].entry.offset
-    for index, (entry, _, _) in enumerate(factors):
-        if index > first and entry.offset + entry.nbytes - begin > PIECE_BYTES:
+    """Runs of factors of one dtype that follow one another in their file, of about a piece each."""
+    first, begin = 0, factors[0].entry
+    for index, factor in enumerate(factors):
+        entry = factor.entry
+        is_beyond = entry.offset + entry.nbytes - begin.offset > PIECE_BYTES
+        if index > first and (is_beyond or entry.dtype != begin.dtype):
             yield factors[first:index]
-            first, begin = index, entry.offset
+            first, begin = index, entry
     yield factors[first:]
 
 
 def _place(
-    share: Sequence[_Factor], files: WeightFiles, image: torch.Tensor, plan: ImagePlan
+    share: Sequence[_Factor],
+    files: WeightFiles,
+    image: torch.Tensor,
+    sections: Sequence[torch.Tensor],
+    plan: ImagePlan,
 ) -> None:
     """Read neighbouring factors at once and write them to `image`, flat in the compute dtype.
 
-    In a few calls: after each one the interpreter has to be won back.
+    In a few calls: around each one the interpreter is let go and has to be won back, from the steps
+    and from the threads that place other pieces. A call for every view alone made threads useless.
     """
     parts, scaled = _Parts([], [], []), dict[float, list[torch.Tensor]]()
     first, last = share[0].entry, share[-1].entry
     with files.reader() as reader:
         reader.fetch(first.file, first.offset, last.offset + last.nbytes)
-        for factor in share:
-            source, begin = reader.flat(factor.entry)
-            if factor.scaling is not None:
-                values = source[begin : begin + factor.entry.shape[0] * factor.entry.shape[1]]
-                if values.dtype in (image.dtype, torch.float32):
-                    scaled.setdefault(factor.scaling, []).append(values)
-                else:
-                    source, begin = values.float().mul_(factor.scaling), 0
+        matrices = reader.matrices([factor.entry for factor in share])
+        for factor, values in zip(share, matrices, strict=True):
+            if factor.scaling is None:
+                matrix = values
+            elif values.dtype in (image.dtype, torch.float32):
+                matrix = values
+                scaled.setdefault(factor.scaling, []).append(values)
+            else:
+                matrix = values.float().mul_(factor.scaling)
+            if factor.section is not None:
+                parts.sources.append(matrix)
+                parts.targets.append(sections[factor.section])
+                continue
             for block in factor.blocks:
-                parts.add(factor, block, source, begin, image, plan)
+                parts.add(factor, block, matrix, image, plan)
         # In float32 and rounded once: here where the file is in the compute dtype, by the copy
         # where it is in float32. A number instead of the tensor would be rounded to the dtype.
         for scaling, tensors in scaled.items():
@@ -159,26 +186,25 @@ class _Parts(NamedTuple):
         self,
         factor: _Factor,
         block: Block,
-        source: torch.Tensor,
-        begin: int,
+        matrix: torch.Tensor,
         image: torch.Tensor,
         plan: ImagePlan,
     ) -> None:
-        """From [rank, d_in] to [rank_width][length], or [d_out, rank] to [length][rank_width]; the
-        matrix begins at element `begin` of `source`."""
+        """From [rank, d_in] to [rank_width][length], or [d_out, rank] to [length][rank_width]."""
         length, width, columns = block.length, block.rank_width, factor.entry.shape[1]
         at = (block.page * plan.page_bytes + block.offset) // plan.itemsize
+        begin = matrix.storage_offset()
         if factor.scaling is None:
             real = min(width, factor.entry.shape[0] - block.rank_start)
             begin += block.rank_start * columns + block.start
-            self.sources.append(source.as_strided((real, length), (columns, 1), begin))
+            self.sources.append(matrix.as_strided((real, length), (columns, 1), begin))
             self.targets.append(image.as_strided((real, length), (length, 1), at))
             if real < width:
                 self.spare.append(image[at + real * length : at + width * length])
         else:
             real = min(width, columns - block.rank_start)
             begin += block.start * columns + block.rank_start
-            self.sources.append(source.as_strided((length, real), (columns, 1), begin))
+            self.sources.append(matrix.as_strided((length, real), (columns, 1), begin))
             self.targets.append(image.as_strided((length, real), (width, 1), at))
             if real < width:
                 shape, stride = (length, width - real), (width, 1)
@@ -282,23 +308,12 @@ def _fill_vectors(
         out[block.page, block.offset : block.offset + part.nbytes] = part.view(torch.uint8)
 
 
-def _zero_gaps(plan: ImagePlan, out: torch.Tensor) -> None:
-    """Bytes that hold no weights are zero, never what lay there before; vectors come later."""
-    for page, start, end in plan.gaps:
-        out[page, start:end] = 0
-
-
 def _all_finite(out: torch.Tensor, dtype: torch.dtype, crew: Crew) -> bool:
     """Whether the image holds no NaN and no infinity: either would be among its extremes."""
-    wrong: list[bool] = []
-
-    def look(page: torch.Tensor) -> None:
-        least, most = torch.aminmax(page)
-        if not (least.isfinite() & most.isfinite()):
-            wrong.append(True)
-
-    crew.each(partial(look, page) for page in out.view(dtype))
-    return not wrong
+    extremes: list[torch.Tensor] = []
+    pages = out.view(dtype).unbind()
+    crew.each(partial(lambda page: extremes.extend(torch.aminmax(page)), page) for page in pages)
+    return bool(torch.stack(extremes).isfinite().all())
 
 
 def _not_finite(adapter: AdapterFile, reader: WeightReader, dtype: torch.dtype) -> AdapterError:

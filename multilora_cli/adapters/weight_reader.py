@@ -6,7 +6,7 @@ answers on an H200 that made 80 ms of a 27 MB adapter.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -134,6 +134,24 @@ class WeightReader:
             whole = self._memory[: self._memory.numel() // 8 * 8]
             view = self._views[entry.dtype] = whole.view(dtype)
         return view, at // dtype.itemsize
+
+    def matrices(self, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
+        """Tensors of one dtype, in the order of their file and within the current piece, each flat.
+        They may be changed. One call cuts them all, where none shares bytes with another one."""
+        size = FILE_DTYPES[entries[0].dtype].itemsize
+        places, sizes, end = [], list[int](), self._begin
+        for entry in entries:
+            if entry.offset < end or (entry.offset - end) % size:
+                flats = [(self.flat(entry), entry.nbytes // size) for entry in entries]
+                return [flat[at : at + count] for (flat, at), count in flats]
+            if entry.offset > end:
+                sizes.append((entry.offset - end) // size)
+            places.append(len(sizes))
+            sizes.append(entry.nbytes // size)
+            end = entry.offset + entry.nbytes
+        whole = self._memory[: end - self._begin].view(FILE_DTYPES[entries[0].dtype])
+        parts = whole.split_with_sizes(sizes)
+        return [parts[place] for place in places]
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor in its shape and dtype, float32 for float64; not to be written to."""
