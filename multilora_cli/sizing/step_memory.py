@@ -139,58 +139,59 @@ class StepMemory(Allocator):
         scales = -(-width // 128) if self._of.quantization.granularity == "block" else 1
         return [self.take(tokens * width), self.take(tokens * scales * 4)]
 
-    def _partials(self, splits: int, tokens: int, n: int) -> None:
-        self.give(self.take(splits * tokens * n * 4 if splits > 1 else 0))
-
     def _multiply(self, group: str, tokens: int) -> Block | None:
         """The product; what the multiply takes meanwhile is given back."""
         n, k = self._shape(group)
-        kernel, size = self._of.kernel, self._of.itemsize
+        parts = self._part_bytes(tokens, n, k)
+        if parts is None:
+            return self._by_library(tokens, n, k)
+        out = self.take(tokens * n * self._of.itemsize)
+        self.give(self.take(parts))
+        return out
+
+    def _part_bytes(self, tokens: int, n: int, k: int) -> int | None:
+        """Sums that the programs of a multiply of ours leave for the last of them; None: the
+        library multiplies."""
+        kernel, shape = self._of.kernel, f"n{n}-k{k}"
         if kernel == "library":
-            out = self.take(tokens * n * size)
-            rows = tuned_table(self._of.chip, "bf16_rows").get(f"n{n}-k{k}", {})
-            if 1 < tokens <= int(rows.get("max_rows", 0)):
-                self._partials(int(rows.get("split_k", 1)), tokens, n)
-            elif tokens > 1:
-                self._library()
-            return out
-        wide = tuned_table(self._of.chip, "awq_wide").get(
-            f"n{n}-k{k}-m{1 << (tokens - 1).bit_length()}"
-        )
+            rows = tuned_table(self._of.chip, "bf16_rows").get(shape, {})
+            if tokens == 1:
+                return 0
+            if tokens > int(rows.get("max_rows", 0)):
+                return None
+            return _parts(int(rows.get("split_k", 1)), tokens, n)
+        bucket = 1 << (tokens - 1).bit_length()
+        wide = tuned_table(self._of.chip, "awq_wide").get(f"{shape}-m{bucket}")
         if kernel == "awq_gemm" and wide and tokens >= int(wide.get("min_rows", _WIDE_ROWS)):
-            out = self.take(tokens * n * size)
-            self._partials(int(wide.get("split_k", 1)), tokens, n)
-            return out
+            return _parts(int(wide.get("split_k", 1)), tokens, n)
+        best = tuned_table(self._of.chip, kernel).get(shape, {})
+        if tokens > int(best.get("max_split", best.get("max_fused", _SPLIT_ROWS[kernel]))):
+            return None
+        base = Tile(block_m=bucket_of(tokens, _LEAST_ROWS[kernel]))
+        tile = choose_tile(kernel, base, n, k, self._of.chip, lambda tile: 0)
+        rows = -(-tokens // tile.block_m) * tile.block_m
+        return _parts(tile.split_k, rows, -(-n // tile.block_n) * tile.block_n)
+
+    def _by_library(self, tokens: int, n: int, k: int) -> Block | None:
+        """The product by cuBLAS, and what is made for it."""
+        kernel, size = self._of.kernel, self._of.itemsize
         best = tuned_table(self._of.chip, kernel).get(f"n{n}-k{k}", {})
-        most = int(best.get("max_split", best.get("max_fused", _SPLIT_ROWS[kernel])))
-        if tokens <= most:
-            out = self.take(tokens * n * size)
-            base = Tile(block_m=bucket_of(tokens, _LEAST_ROWS[kernel]))
-            tile = choose_tile(kernel, base, n, k, self._of.chip, lambda tile: 0)
-            rows = -(-tokens // tile.block_m) * tile.block_m
-            self._partials(tile.split_k, rows, -(-n // tile.block_n) * tile.block_n)
-            return out
-        if kernel != "fp8_gemm":
-            out = self.take(tokens * n * size)
-            part = self.take(self._slice(n, k, best))
-            self._library()
-            self.give(part)
-            return out
-        if self._of.quantization.granularity == "block":
-            wide = self.take(tokens * k * size)
-            out = self.take(tokens * n * size)
-            part = self.take(self._slice(n, k, {}))
-            self._library()
-            self.give(part, wide)
-            return out
-        if tokens <= int(best.get("max_scaled", 0)) or size != 2:
-            raw = self.take(tokens * n * 4)
-            self._library()
-            out = self.take(tokens * n * size)
-            self.give(raw)
-            return out
+        by_block = self._of.quantization.granularity == "block"
+        is_scaled = tokens <= int(best.get("max_scaled", 0)) or size != 2
+        before, slices = 0, 0
+        if kernel in ("awq_gemm", "fp8_weight_only"):
+            slices = self._slice(n, k, best)
+        elif kernel == "fp8_gemm" and by_block:
+            before, slices = tokens * k * size, self._slice(n, k, {})
+        elif kernel == "fp8_gemm" and is_scaled:
+            before = tokens * n * 4
+        first = self.take(before)
+        if first is not None and not slices:
+            self._library()  # what the product is then made from
         out = self.take(tokens * n * size)
+        widened = self.take(slices)
         self._library()
+        self.give(widened, first)
         return out
 
     def _slice(self, n: int, k: int, best: dict[str, object]) -> int:
@@ -203,3 +204,8 @@ class StepMemory(Allocator):
         if not self._has_library:
             self.take(cublas_bytes(self._of.chip))
             self._has_library = True
+
+
+def _parts(splits: int, rows: int, columns: int) -> int:
+    """Bytes of float32 sums of so many splits; one alone writes the product."""
+    return splits * rows * columns * 4 if splits > 1 else 0
