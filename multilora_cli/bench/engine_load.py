@@ -21,6 +21,7 @@ from multilora_cli.bench.loadgen import (
     PlannedRequest,
     Progress,
     RequestRecord,
+    duration_of,
 )
 from multilora_cli.bench.offline import Engine
 from multilora_cli.engine.messages import Abort, AdapterRef, Delta, Fault, SamplingParams, Submit
@@ -59,8 +60,8 @@ async def run_engine_load(
     engine stops although something is unanswered; a request that fails is a record."""
     run = _Run(side, requests, load)
     await run.to_end()
-    duration = run.now()
     records = tuple(run.records[index] for index in sorted(run.records))
+    duration = duration_of(records, run.now(), load)
     return LoadResult(records, duration, run.overhead(duration))
 
 

@@ -176,11 +176,18 @@ async def run_load(
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
-    duration = run.now()
-    _tell(run)
     records = tuple(run.records[index] for index in sorted(run.records))
+    duration = duration_of(records, run.now(), load)
+    _tell(run)
     overhead = _overhead(run, time.process_time() - cpu, duration)
     return LoadResult(records, duration, overhead)
+
+
+def duration_of(records: Sequence[RequestRecord], now_s: float, load: Load) -> float:
+    """How long a load took, `now_s` after its start: hanging up on what was cut is not in it."""
+    if load.limit_s is None:
+        return now_s
+    return min(max([load.limit_s, *(record.end_s for record in records)]), now_s)
 
 
 async def _closed_loop(run: _Run) -> None:

@@ -142,6 +142,7 @@ def test_a_load_ends_when_its_time_is_over_and_leaves_nothing_behind() -> None:
     load = Load(PromptMaker(), concurrency=2, limit_s=0.2)
     result = drive(engine, ask("a", *[""] * 5000, tokens=1000), load)
     assert 0.2 <= result.duration_s < 1.0
+    assert result.duration_s == max(record.end_s for record in result.records)
     silent, *others = result.records
     assert silent.is_cut and silent.first_s is None and silent.error is None
     assert others[-1].is_cut and 0 < others[-1].output_tokens < 1000

@@ -2,10 +2,18 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
-from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, Progress, run_load
+from multilora_cli.bench.loadgen import (
+    Load,
+    LoadResult,
+    PlannedRequest,
+    Progress,
+    duration_of,
+    run_load,
+)
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.prompts import ID_RANGE, PromptMaker
 from multilora_cli.bench.selftest import self_test
@@ -55,6 +63,20 @@ def test_a_load_ends_when_its_time_is_over(concurrency: int | None, open_loop: b
     assert [record.index for record in result.records] == list(range(len(result.records)))
     for record in result.records:
         assert record.error is None and record.sent_s < 0.45
+
+
+def test_hanging_up_is_not_part_of_a_load() -> None:
+    """A load that is over early took as long as it took; one that was cut, until it was."""
+    done = drive(ask("a", tokens=1), load=Load(PromptMaker()))[0].records
+
+    def lasted(limit_s: float | None, now_s: float, *ends: float) -> float:
+        records = [replace(done[0], end_s=end) for end in ends]
+        return duration_of(records, now_s, Load(PromptMaker(), limit_s=limit_s))
+
+    assert lasted(None, 3.0, 2.0) == 3.0
+    assert lasted(5.0, 3.0, 2.9) == 3.0
+    assert lasted(5.0, 5.4, 2.0, 5.01) == 5.01
+    assert lasted(5.0, 5.4) == 5.0
 
 
 def test_a_server_that_hangs_is_cut_and_not_to_blame() -> None:
