@@ -409,7 +409,7 @@ def sgmv_expand_ref(
     for run in found:
         shape = (run.count, run.length, run.rank_width)
         strides = (run.step, run.rank_width, 1)
-        b = weights.as_strided(shape, strides, run.element).reshape(-1, run.rank_width).float()
+        b = weights[run.element :].as_strided(shape, strides).reshape(-1, run.rank_width).float()
         part = shrunk[run.rank_start] @ b.T
         if delta is None:
             if part.shape[1] == d_out:  # one run holds the whole tile

@@ -267,7 +267,7 @@ def sgmv_shrink_ref(
         if run.matrix != "a":
             continue
         shape = (run.count, run.rank_width, run.length)
-        blocks = weights.as_strided(shape, (run.step, run.length, 1), run.element)
+        blocks = weights[run.element :].as_strided(shape, (run.step, run.length, 1))
         a = blocks.transpose(0, 1).reshape(run.rank_width, -1).float()
         part = x_rows[:, run.start : run.start + run.count * run.length] @ a.T
         before = shrunk.get(run.rank_start)

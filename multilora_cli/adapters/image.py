@@ -193,22 +193,23 @@ class _Parts(NamedTuple):
         """From [rank, d_in] to [rank_width][length], or [d_out, rank] to [length][rank_width]."""
         length, width, columns = block.length, block.rank_width, factor.entry.shape[1]
         at = (block.page * plan.page_bytes + block.offset) // plan.itemsize
-        begin = matrix.storage_offset()
+        # as_strided counts from where memory begins: images of many adapters share a slab of it.
+        begin, placed = matrix.storage_offset(), image.storage_offset() + at
         if factor.scaling is None:
             real = min(width, factor.entry.shape[0] - block.rank_start)
             begin += block.rank_start * columns + block.start
             self.sources.append(matrix.as_strided((real, length), (columns, 1), begin))
-            self.targets.append(image.as_strided((real, length), (length, 1), at))
+            self.targets.append(image.as_strided((real, length), (length, 1), placed))
             if real < width:
                 self.spare.append(image[at + real * length : at + width * length])
         else:
             real = min(width, columns - block.rank_start)
             begin += block.start * columns + block.rank_start
             self.sources.append(matrix.as_strided((length, real), (columns, 1), begin))
-            self.targets.append(image.as_strided((length, real), (width, 1), at))
+            self.targets.append(image.as_strided((length, real), (width, 1), placed))
             if real < width:
                 shape, stride = (length, width - real), (width, 1)
-                self.spare.append(image.as_strided(shape, stride, at + real))
+                self.spare.append(image.as_strided(shape, stride, placed + real))
 
 
 def _has_products(plan: ImagePlan, image: torch.Tensor) -> bool:

@@ -49,9 +49,11 @@ def built(
     dtype: torch.dtype = torch.float32,
     base: BaseRows | None = None,
 ) -> Tensor:
-    """The image, built over memory full of 0xFF (NaN in every dtype)."""
-    out = torch.full((plan.num_pages, plan.page_bytes), 255, dtype=torch.uint8)
+    """The image, built over memory full of 0xFF (NaN in every dtype), between others' pages."""
+    slab = torch.full((1 + plan.num_pages + 1, plan.page_bytes), 255, dtype=torch.uint8)
+    out = slab[1:-1]
     build_image(adapter, plan, dtype, out, base=base)
+    assert bool((slab[0] == 255).all() and (slab[-1] == 255).all()), "pages of others are written"
     return out
 
 

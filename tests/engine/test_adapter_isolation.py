@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from multilora_cli.adapters.host_arena import HostArena
 from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.memory.page_pool import PageUse
 from tests.engine.conftest import SignatureFleet
@@ -165,4 +166,29 @@ def test_f43_thrash(fleet: SignatureFleet, count: int, capsys: pytest.CaptureFix
     for request, i in requests.items():
         assert rig.answer(request).tokens == [i % 190 + 1] * 3
     assert loads >= count
+    at_rest(rig)
+
+
+def test_images_in_one_piece_of_host_memory(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a GPU, where they lie in page-locked slabs: none is written over another."""
+    begin = HostArena.__init__
+
+    def shared(self: HostArena, budget_bytes: int, pin: bool) -> None:
+        begin(self, budget_bytes, True, 4 * 2**20)
+
+    def plain(self: HostArena, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    monkeypatch.setattr(HostArena, "__init__", shared)
+    monkeypatch.setattr(HostArena, "make", plain)
+    rig = Rig(fleet.base, pages=72, num_slots=4, host_adapter_bytes=16 * 2**20)
+    requests = {
+        rig.submit([k] * 7, fleet.adapter(k, r=rank), max_tokens=5): k
+        for k, rank in zip(range(20, 40), (1, 8, 16, 40) * 5, strict=True)
+    }
+    rig.run()
+    for request, k in requests.items():
+        assert rig.answer(request).tokens == [k + 1] * 5, k
     at_rest(rig)
