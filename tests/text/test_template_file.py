@@ -103,7 +103,7 @@ def test_a_hostile_file_is_bounded_as_every_template_is(tmp_path: Path, hostile:
 
 def test_in_a_fleet_file_it_is_relative_to_that(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    text = "base: {model: demo:base}\nadapters: [{name: a, source: demo:pirate, chat_template: %s}]"
+    text = "base: {model: demo:base}\nadapters: [{name: a, source: demo:roman, chat_template: %s}]"
     fleet.write_text(text % "prompts/../chat.jinja")
     (adapter,) = expand_adapters(load_fleet(fleet))
     assert adapter.chat_template == str(tmp_path / "chat.jinja")
