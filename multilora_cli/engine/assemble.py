@@ -171,7 +171,7 @@ class _Assembly:
             for captured in self.graphs:
                 captured.record_all(memory.record, self._report_graphs)
         # After the captures, which give back what torch keeps: what this leaves serves every step.
-        with self.meter.peak("workspace"):
+        with self.meter.peak("workspace"), decoder.few_layers():
             if device.type == "cuda":
                 largest_step(
                     decoder, self.builder, config.max_num_batched_tokens, config.max_num_seqs
