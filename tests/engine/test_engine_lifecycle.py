@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from multilora_cli.adapters.host_arena import HostArena
 from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.memory.page_pool import PageUse
 from tests.engine.conftest import SignatureFleet
@@ -400,3 +402,22 @@ def test_what_adapters_became_is_known_before_tokens_are_awaited(fleet: Signatur
         assert not rig.engine.take_replies() and not rig.engine.take_events()
     assert [reply.call_id for reply in replies] == [call] and events[-1] == "hot"
     assert rig.engine.parts.scheduler.num_running == 1
+
+
+def test_images_that_share_a_slab_are_their_own(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU machine, where host memory is pinned in large pieces."""
+    monkeypatch.setattr(HostArena, "make", lambda arena, size: torch.empty(size).byte())
+    rig = Rig(fleet.base)
+    arena = rig.engine.parts.residency._warm._arena
+    arena._pin = True
+    signatures = [20, 33, 95, 96, 150, 191]
+    for _ in range(2):
+        for k in signatures:
+            assert rig.ask([5, 6], fleet.adapter(k), max_tokens=3).tokens == [k + 1] * 3
+            rig.evict(fleet.adapter(k).digest, to="warm")
+        rig.run()
+    assert len(arena._slabs) == 1
+    offsets = {e.extent.offset for e in rig.engine.parts.residency._warm._entries.values()}
+    assert len(offsets) == len(signatures)
