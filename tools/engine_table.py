@@ -78,10 +78,31 @@ def loads(records: Sequence[Record]) -> list[str]:
             )
         ]
         lines.append(
-            f"Adapters of {size:.0f} MB, loaded one by one while {record['batch']} answers decode,"
+            f"{BASES[record['quantization']]}: adapters of {size:.0f} MB, loaded one by one while"
+            f" {record['batch']} answers decode,"
             f" are hot after a median of {', '.join(times)}; the others' tokens come"
             f" {record['step_ms']:.2f} ms apart, at most {record['gap_max_ms']:.2f} ms meanwhile."
         )
+    return lines
+
+
+def pools(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
+    """Tokens/s where adapters and KV have one tight pool between them."""
+    lines = []
+    for base, title in BASES.items():
+        cells = [r for r in records if r["kind"] == "cell" and r["setting"] == "pool"]
+        found = {r["batch"]: r["output_tokens_per_s"] for r in cells if r["quantization"] == base}
+        if found:
+            speeds = ", ".join(f"{speed:,.0f} at {batch}" for batch, speed in found.items())
+            lines.append(
+                f"{title}, 64 adapters (rank 16 on attention) and KV in one pool of 2.69 GiB,"
+                f" tokens/s of whole batches by their size: {speeds}."
+            )
+    for peer in peers:
+        if peer["setting"] == "pool":
+            known = peer["output_tokens_per_s"].items()
+            speeds = ", ".join(f"{speed:,} at {batch}" for batch, speed in known)
+            lines.append(f"{peer['version']} with that memory ({peer['settings']}): {speeds}.")
     return lines
 
 
@@ -92,14 +113,28 @@ def _median(values: Sequence[float]) -> float:
 def main() -> None:
     """Rewrite the table from the file named on the command line."""
     records, peers = read(Path(sys.argv[1])), read(PEERS)
+    commands = dict.fromkeys((r["commit"], r["command"]) for r in records)
     first = records[0]
     source = (
-        f"Measured on {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, commit"
-        f" {first['commit']}: `{first['command']}`. Milliseconds between tokens while every request"
+        f"Measured on {first['gpu']}, torch {first['torch']}, Triton {first['triton']}: "
+        + "; ".join(f"`{command}` (commit {commit})" for commit, command in commands)
+        + ". Milliseconds between tokens while every request"
         " decodes, median; 128 tokens in, 128 out. vLLM 0.26 was measured on the same kind of card"
         " with the same workload; its records name its settings."
     )
-    body = "\n".join([BEGIN, source, "", *steps(records, peers), "", *loads(records), END])
+    body = "\n".join(
+        [
+            BEGIN,
+            source,
+            "",
+            *steps(records, peers),
+            "",
+            *pools(records, peers),
+            "",
+            *loads(records),
+            END,
+        ]
+    )
     text = DOCUMENT.read_text()
     start, stop = text.index(BEGIN), text.index(END) + len(END)
     DOCUMENT.write_text(text[:start] + body + text[stop:])

@@ -15,6 +15,7 @@ _PACKAGES = (
     "multilora-cli", "torch", "triton", "numpy", "aiohttp", "msgspec", "uvicorn",
 )  # fmt: skip
 _SECRET_FLAGS = ("--api-key", "--against-api-key")
+_FILING_FLAGS = ("--output", "--rows", "--report", "--commit")  # a path of one machine, or beside
 
 
 def environment() -> dict[str, Any]:
@@ -60,13 +61,20 @@ def commit() -> str | None:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """The command as it can be typed again; keys and passwords in URLs are left out."""
+    """The command as it can be typed again, without keys, passwords in URLs and where its record
+    went."""
     words = ["mlora"]
-    hide = False
+    hide = skip = False
     for word in arguments:
         flag, equals, _ = word.partition("=")
+        if skip:
+            skip = False
+            continue
         if hide:
             word, hide = "...", False
+        elif flag in _FILING_FLAGS:
+            skip = not equals
+            continue
         elif flag in _SECRET_FLAGS:
             hide = not equals
             word = f"{flag}=..." if equals else word

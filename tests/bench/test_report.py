@@ -237,6 +237,11 @@ def test_the_command_is_kept_without_its_secrets() -> None:
     assert not any(secret in line for secret in ("s3cret", "k2", "pw", "u:"))
 
 
+def test_the_command_is_kept_without_where_its_record_went() -> None:
+    words = ["bench", "--output", "/home/me/a.json", "--seed", "1", "--report=b.html", "f.yaml"]
+    assert command_line([*words, "--commit", "abc"]) == "mlora bench --seed 1 f.yaml"
+
+
 def test_the_environment_is_plain_and_the_commit_is_this_checkouts() -> None:
     found = environment()
     json.dumps(found)
