@@ -20,6 +20,7 @@ from multilora_cli.bench.stream import Answer, error_message
 
 _TICK_S = 0.02  # how often the loop's own lag is sampled
 _TELL_S = 0.25  # how often progress is told
+_READY_MAX = 8192  # bodies made before a load starts; 250 us each
 _CUT = "cut by the end of the load"  # not an error, so no record has it as one
 _HEADERS = {"content-type": "application/json", "accept": "text/event-stream"}
 
@@ -138,6 +139,7 @@ class _Run:
     target: HttpTarget
     requests: Sequence[PlannedRequest]
     load: Load
+    ready: dict[int, bytes] = field(default_factory=dict)  # bodies made ahead, by request
     start: float = field(default_factory=time.perf_counter)
     records: dict[int, RequestRecord] = field(default_factory=dict)
     in_flight: int = 0
@@ -150,6 +152,14 @@ class _Run:
 
     def now(self) -> float:
         return time.perf_counter() - self.start
+
+    def body(self, index: int) -> bytes:
+        """What is posted for a request, made now unless it is ready."""
+        if (made := self.ready.pop(index, None)) is not None:
+            return made
+        request, load = self.requests[index], self.load
+        tokens = request.input_tokens, request.output_tokens
+        return msgspec.json.encode(load.prompts.body(request.model, *tokens, (load.salt, index)))
 
     @property
     def is_over(self) -> bool:
@@ -169,6 +179,10 @@ async def run_load(
     With `load.limit_s` only what can be sent by then is sent.
     """
     run = _Run(target, requests, load)
+    if not load.open_loop:  # those that are sent at once would wait for each other's
+        at_once = min(load.concurrency or _READY_MAX, len(requests), _READY_MAX)
+        run.ready = {index: run.body(index) for index in range(at_once)}
+        run.start = time.perf_counter()
     cpu = time.process_time()
     watch = asyncio.create_task(_watch(run))
     try:
@@ -234,11 +248,7 @@ async def _all(works: "Iterator[Coroutine[Any, Any, None]]") -> None:
 
 
 async def _send(run: _Run, index: int, scheduled_s: float) -> None:
-    request = run.requests[index]
-    body = run.load.prompts.body(
-        request.model, request.input_tokens, request.output_tokens, (run.load.salt, index)
-    )
-    raw = msgspec.json.encode(body)
+    raw = run.body(index)
     answer = Answer()
     run.in_flight += 1
     run.peak = max(run.peak, run.in_flight)
