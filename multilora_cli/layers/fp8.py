@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from multilora_cli.layers.linear import QuantisedWeight, StackedWeight, Weight
+from multilora_cli.layers.linear import QuantisedWeight, StackedWeight, Weight, copied_tensors
 from multilora_kernels.fp8_gemm import (
     Fp8Weight,
     concatenate,
@@ -52,6 +52,10 @@ class Fp8Linear:
     def dequantise(self) -> torch.Tensor:
         """The matrix in the compute dtype, each weight rounded once."""
         return self._weight.dequantise(self._dtype)
+
+    def copied(self) -> "Fp8Linear":
+        """The same in memory that is taken anew."""
+        return Fp8Linear(copied_tensors(self._weight), self._dtype)
 
 
 def fp8_linear(parts: Sequence[Fp8Weight], dtype: torch.dtype, *, weight_only: bool) -> Weight:

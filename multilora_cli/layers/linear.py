@@ -5,8 +5,9 @@ q, k and v are one packed multiply, and so are gate and up. How W is stored is b
 """
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from multilora_kernels.bf16_gemv import bf16_gemv
 from multilora_kernels.fp8_quant import RowScaling
 from multilora_kernels.rows import Rows
 from multilora_kernels.scale_shift import scale_shift
+
+Packed = TypeVar("Packed", bound=Any)
 
 
 class Weight(Protocol):
@@ -34,6 +37,9 @@ class Weight(Protocol):
 
     def dequantise(self) -> torch.Tensor:
         """The matrix in the compute dtype: [out, in]; not to be written to."""
+
+    def copied(self) -> "Weight":
+        """The same in memory that is taken anew."""
 
 
 class DenseWeight:
@@ -63,6 +69,10 @@ class DenseWeight:
     def dequantise(self) -> torch.Tensor:
         """The matrix itself."""
         return self.tensor
+
+    def copied(self) -> "DenseWeight":
+        """The same in memory that is taken anew."""
+        return DenseWeight(self.tensor.clone())
 
 
 class PackedMatrix(Protocol):
@@ -101,6 +111,10 @@ class QuantisedWeight:
         """The matrix in the compute dtype, each weight rounded once."""
         return self._packed.dequantise(self._dtype)
 
+    def copied(self) -> "QuantisedWeight":
+        """The same in memory that is taken anew."""
+        return QuantisedWeight(copied_tensors(self._packed), self._dtype)
+
 
 class StackedWeight:
     """Matrices over the same inputs, one below the other, that no single multiply can serve.
@@ -125,6 +139,17 @@ class StackedWeight:
     def dequantise(self) -> torch.Tensor:
         """All matrices as one, in the compute dtype."""
         return torch.cat([part.dequantise() for part in self._parts])
+
+    def copied(self) -> "StackedWeight":
+        """The same in memory that is taken anew."""
+        return StackedWeight([part.copied() for part in self._parts])
+
+
+def copied_tensors(packed: Packed) -> Packed:
+    """A packed matrix, a dataclass, with every tensor of it copied."""
+    found = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return replace(packed, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 
 class LoraLinear:

@@ -57,6 +57,10 @@ class Allocator:
                 self._live -= block.size
                 block.owner.give(block)
 
+    def emptied(self) -> int:
+        """Bytes that stay mapped once whole pages without a tensor are given back."""
+        return self._small.emptied() + self._large.emptied()
+
 
 class _Stretch:
     """One growing stretch of addresses, mapped by pages from its start."""
@@ -92,6 +96,17 @@ class _Stretch:
             block = block.before
             self._join(block)
         self._join(block)
+
+    def emptied(self) -> int:
+        """`kept`, less the whole pages within free blocks."""
+        block, end, left = self._last, self.kept, self.kept
+        while block is not None:
+            begin = end - block.size
+            if block.is_free:
+                pages = end // self._page - -(-begin // self._page)
+                left -= max(pages, 0) * self._page
+            block, end = block.before, begin
+        return left
 
     def _grown(self, size: int) -> Block:
         """The last block once it holds `size` bytes."""

@@ -43,12 +43,6 @@ _EXTRA_NODES = 4
 # What the driver keeps of a node, by what multiplies the linears: of an 8B on an H200 98 MiB of 57
 # steps in 16 bits, 68 MiB of 39 in FP8, 56 MiB of 39 in 4 bits (docs/benchmarks/plan-h200.jsonl).
 NODE_BYTES = {"library": 3480, "fp8_gemm": 3530, "awq_gemm": 2910, "fp8_weight_only": 2910}
-# What loading leaves beside each packed weight: what it is made from leaves holes in the pages of
-# 20 MiB that torch maps. Measured there: 2.2 MB for FP8 made at load, 0.17 MB for 4 bits.
-LEFT_BY_LOADING = {
-    "library": 0, "fp8_gemm": 2_500_000, "fp8_weight_only": 2_500_000, "awq_gemm": 300_000,
-}  # fmt: skip
-
 # What the driver takes of a card for the engine's process, beside all of the parts: 524 MiB for the
 # context, the rest for the code and constants of torch's, cuBLAS's and our kernels. As counted on
 # an H200 under torch 2.11 and CUDA 13, the same for bases in 16 bits, FP8 and AWQ.

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from multilora_cli.errors import ModelError
 from multilora_cli.fleet.schema import Limits
 from multilora_cli.sizing.budget import (
-    LEFT_BY_LOADING,
     CapturedSteps,
     MemoryPlan,
     PromptStep,
@@ -26,7 +25,6 @@ from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.sizing.step_memory import StepScratch
 from multilora_kernels.chip import Chip
-from multilora_kernels.layout import GROUPS
 from multilora_kernels.list_capacity import group_shapes, list_bytes
 from multilora_kernels.lora_choice import GroupShape
 
@@ -115,8 +113,6 @@ def cut_device(
         scratch = StepScratch(geometry, itemsize, quantization, step.chip)
         page = kv_page_bytes(geometry, kv_itemsize)
         fixed |= _on_card(scratch, step, group_shapes(geometry.module_shapes, page, itemsize))
-        num_weights = geometry.num_layers * len(GROUPS)
-        fixed["margin"] += num_weights * LEFT_BY_LOADING[scratch.kernel]
     # The table depends on the pool it serves; without a given one it is counted for all that is
     # available, which is more.
     size = pool if pool is not None else available
