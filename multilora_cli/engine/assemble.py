@@ -201,7 +201,8 @@ class _Assembly:
             for graphs in self.graphs:
                 graphs.record_all(rehearse, lambda done, total: None)
             vocab, sampled = self.geometry.vocab_size, self.builder.sampled
-            sample_every_way(torch.zeros(1, vocab, device=sampled.device), sampled)
+            logits = torch.zeros(1, vocab, device=sampled.device)
+            sample_every_way(logits, sampled, logprobs=None)
         self.report("kernels", 1, 1)
 
     def _warm_up(self, decoder: Decoder, progress: Callable[[int, int], None]) -> None:

@@ -5,6 +5,7 @@ request asks for them.
 """
 
 import torch
+from msgspec.structs import replace
 
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.messages import SamplingParams
@@ -34,11 +35,17 @@ def largest_step(decoder: Decoder, builder: BatchBuilder, max_tokens: int, max_s
 
 
 @torch.inference_mode()
-def sample_every_way(logits: torch.Tensor, sampled: torch.Tensor) -> None:
+def sample_every_way(
+    logits: torch.Tensor, sampled: torch.Tensor, *, logprobs: int | None = _DEAREST.logprobs
+) -> None:
     """Sample rows of logits float32 [R, V] in the dearest way, and one in every other that has
-    kernels of its own. `sampled` is the builder's."""
+    kernels of its own. `sampled` is the builder's.
+
+    `logprobs` None within `compile_only`: torch would look them up at tokens that no launch wrote,
+    and a place beyond the vocabulary is the end of a CUDA context.
+    """
     count, vocab = logits.shape
-    row = SamplingRow(_DEAREST, (0,), (0,))
+    row = SamplingRow(replace(_DEAREST, logprobs=logprobs), (0,), (0,))
     sample(logits, SamplingBatch.build([row] * count, vocab, logits.device, sampled))
     for plain in _PLAIN:
         row = SamplingRow(plain, (), ())

@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from multilora_cli.engine import assemble
+from multilora_cli.engine.assemble import _Assembly
 from multilora_cli.engine.batch import BatchBuilder
 from multilora_cli.engine.decode_graphs import DecodeGraphs, rehearse
 from multilora_cli.engine.largest_step import sample_every_way
@@ -22,6 +26,7 @@ from multilora_cli.models.warm_up import warm_up
 from multilora_cli.sizing.budget import PromptStep
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
 from multilora_cli.sizing.pages import kv_page_bytes
+from multilora_kernels import penalise, pick_tokens
 from multilora_kernels.compile_ahead import compile_only
 from multilora_kernels.layout import Extras, plan_image
 from multilora_kernels.paged_attention import AttentionBatch
@@ -162,7 +167,7 @@ def test_no_sampling_needs_a_kernel_that_the_start_did_not_compile(
     logits = torch.zeros(40, vocab, device=described_device)
     with launches() as compiled:
         with compile_only(1):
-            sample_every_way(logits[:1], sampled)
+            sample_every_way(logits[:1], sampled, logprobs=None)
         known = set(compiled)
         for count in (1, 2, 3, 16, 40):
             greedy = [SamplingRow(GREEDY, (), ())] * count
@@ -171,6 +176,31 @@ def test_no_sampling_needs_a_kernel_that_the_start_did_not_compile(
                 sample(logits[:count], batch)
     assert len(known) == 7
     assert not [name for name, _ in set(compiled) - known]
+
+
+def test_nothing_is_looked_up_by_what_a_start_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches write nothing there: on a device the tokens are what the memory held before."""
+    start = _Assembly.__new__(_Assembly)
+    start.report = lambda phase, done, total: None
+    start.graphs, start.geometry = [], _geometry(1)
+    sampled = torch.zeros(9, dtype=torch.int64)
+    start.builder = SimpleNamespace(sampled=sampled)  # type: ignore[assignment]
+    monkeypatch.setattr(start, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(assemble, "compile_only", nullcontext)
+    monkeypatch.setattr(JITFunction, "run", lambda *_, **options: None)
+    for module in (pick_tokens, penalise):
+        monkeypatch.setattr(module, "on_host", lambda device: False)
+    empty: Callable[..., torch.Tensor] = torch.empty
+
+    def used_before(*size: Any, **options: Any) -> torch.Tensor:
+        found = empty(*size, **options)
+        found.view(-1).view(torch.uint8).fill_(0x5A)
+        return found
+
+    monkeypatch.setattr(torch, "empty", used_before)
+    start._compile(object())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        sample_every_way(torch.zeros(1, start.geometry.vocab_size), sampled)
 
 
 def test_few_layers_are_those_that_differ(described_device: torch.device) -> None:
