@@ -21,6 +21,7 @@ from multilora_cli.engine.device_memory import (
     choose_device,
     grow_segments,
     plan_memory,
+    use_device,
 )
 from multilora_cli.engine.device_meter import DeviceMeter
 from multilora_cli.engine.engine import Engine, EngineParts
@@ -69,6 +70,7 @@ class _Assembly:
         self.failpoints = Failpoints(config.failpoints)
         device = choose_device(config.device)
         self.meter = DeviceMeter(device)
+        use_device(device)
         grow_segments(device)
         self.allocation = plan_memory(config, geometry)
         self.max_model_len = _context(config, geometry, self.allocation)

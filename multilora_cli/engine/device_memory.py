@@ -66,13 +66,28 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise BadInput(f"memory.device: found {name!r:.40}, expected auto, cpu or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise BadInput(
             f"memory.device: {name}: torch {torch.__version__} (CUDA {torch.version.cuda}) finds"
             " no CUDA device",
             hint="check the driver with nvidia-smi, or set memory.device: cpu",
         )
-    return device
+    index, count = device.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise BadInput(
+            f"memory.device: found {name}, this machine has cuda:0 to cuda:{count - 1}",
+            hint="CUDA_VISIBLE_DEVICES renumbers what it names",
+        )
+    return torch.device("cuda", index)
+
+
+def use_device(device: torch.device) -> None:
+    """Make a CUDA device this thread's own, on which Triton launches and torch captures whatever
+    the tensors say; the thread that does is the one that runs the steps."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def grow_segments(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multilora_cli.engine import device_memory
+from multilora_cli.engine import assemble, device_memory
 from multilora_cli.engine.assemble import build_engine
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.device_memory import (
@@ -13,6 +13,7 @@ from multilora_cli.engine.device_memory import (
     choose_dtype,
     grow_segments,
     plan_memory,
+    use_device,
 )
 from multilora_cli.engine.page_copier import PageCopier, _runs
 from multilora_cli.errors import BadInput, MloraError, Refused
@@ -93,6 +94,36 @@ def test_a_driver_that_torch_cannot_use_is_never_a_silent_cpu(
     assert choose_device("cpu").type == "cpu"
     with pytest.raises(MloraError, match="no CUDA device"):
         choose_device("cuda:0")
+
+
+def test_a_device_is_one_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda") == torch.device("cuda", 0)
+    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(BadInput, match="found cuda:2, this machine has cuda:0 to cuda:1"):
+        choose_device("cuda:2")
+
+
+def test_the_thread_that_steps_is_on_the_chosen_device(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton launches on the thread's device, not on that of its tensors."""
+    chosen, order = torch.device("cuda", 1), list[object]()
+
+    def allocated(_: object) -> None:
+        order.append("allocated")
+
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(assemble, "choose_device", lambda name: chosen)
+    monkeypatch.setattr(assemble, "DeviceMeter", lambda device: None)
+    monkeypatch.setattr(assemble, "grow_segments", allocated)
+    config = EngineConfig(model_path=str(fleet.base), device_bytes=2**20)
+    with pytest.raises(Refused):
+        build_engine(config)
+    assert order == [chosen, "allocated"]
+    use_device(torch.device("cpu"))
+    assert len(order) == 2
 
 
 def test_segments_grow_unless_the_environment_or_the_device_says_no(
