@@ -1,15 +1,21 @@
 """The LoRA kernels under Triton's interpreter, on the smallest pages and odd sizes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import triton.language as tl
 from lora_cases import LAYERS, PAGE_BYTES, SHAPES, adapters, check, inputs, run, small_fleet
 
 from multilora_kernels import lora_choice
 from multilora_kernels.add_lora import add_lora
+from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS
+from multilora_kernels.lora_choice import Choose, GroupShape, LoraChoice
 from multilora_kernels.segments import Segments
+from multilora_kernels.sgmv_expand import sgmv_expand
+from multilora_kernels.sgmv_shrink import sgmv_shrink
 from multilora_kernels.testing import Fleet, make_fleet
 
 pytestmark = pytest.mark.interpreter
@@ -60,6 +66,34 @@ def test_shared_rows_in_parts_of_a_share_of_k(
     assert (choice.row_splits, choice.span, choice.dot_k) == (row_splits, 64, 64 // row_splits)
     check(fleet, [3] * 2 + [7] * 5 + [4] * 3 + [1], "down", 9, [1])
     check(fleet, [7, 3, 0, 7, 3, 6, 6], "qkv", 10, [0])
+
+
+@pytest.mark.parametrize(("slots", "group"), [([9, 0], "qkv"), ([9, 9], "down"), ([0, 0], "down")])
+def test_an_expand_never_ends_before_what_it_was_launched_behind(
+    fleet: Fleet, slots: list[int], group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot 9 has q and v alone. What follows an expand waits for it, and for nothing before it."""
+    waits: list[None] = []
+    monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: waits.append(None))
+    monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
+    early = partial(_with_early_launch, lora_choice.choose)
+    segments = Segments(len(slots), "cpu", choose=early)
+    segments.prepare_capture(fleet.table, len(slots), 16, slots)
+    x, y = inputs(fleet, len(slots), group, 1)
+    work = segments.lists(fleet.table).groups[group]
+    assert work.choice.pdl
+    weights = fleet.pool.view(-1).view(x.dtype)
+    where = (weights, fleet.table, segments.lists(fleet.table), work, 0)
+    planes = sgmv_shrink(x, *where)
+    assert not waits, "it is not launched early"
+    sgmv_expand(y, planes, *where)
+    assert waits
+
+
+def _with_early_launch(
+    choose: Choose, shape: GroupShape, num_tokens: int, chip: Chip
+) -> LoraChoice:
+    return replace(choose(shape, num_tokens, chip), pdl=True)
 
 
 def test_a_nan_adapter_leaves_other_rows_bit_identical() -> None:
