@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,14 +66,14 @@ def serve(
     overrides += [f"server.port={port}"] if port is not None else []
     overrides += [] if prefetch else ["memory.prefetch=0"]
     startup = _prepare(console, fleet, overrides, poison)
-    start = _Start(console, startup)
-    status = run_server(
-        replace(startup.server, record=record),
-        startup.registry,
-        lambda: spawn(startup.engine),
-        hooks=start.hooks(),
-        changes=startup.changes,
-    )
+    with ExitStack() as bars:  # a start that fails, or is interrupted, takes them off the terminal
+        status = run_server(
+            replace(startup.server, record=record),
+            startup.registry,
+            lambda: spawn(startup.engine),
+            hooks=_Start(console, startup, bars).hooks(),
+            changes=startup.changes,
+        )
     raise typer.Exit(status)
 
 
@@ -89,19 +89,18 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
     for note in startup.notes:
         console.note(note)
     for name, error in startup.failures:
-        console.error(f"adapter {name} is not served: {error.message}", error.hint)
+        console.error(f"adapter {name} is not served: {error.about(name)}", error.hint)
     return startup
 
 
 class _Start:
-    """What a person sees between the command and the first request."""
+    """What a person sees between the command and the first request; `bars` until it is ready."""
 
-    def __init__(self, console: Console, startup: "Startup") -> None:
+    def __init__(self, console: Console, startup: "Startup", bars: ExitStack) -> None:
         self._console = console
         self._startup = startup
-        self._progress = console.progress("starting")
-        self._phases = self._progress.__enter__()
-        self._open = True
+        self._bars = bars
+        self._phases = bars.enter_context(console.progress("starting"))
         self._ready = False
 
     def hooks(self) -> "Hooks":
@@ -111,18 +110,16 @@ class _Start:
         return Hooks(progress=self._on_progress, ready=self._on_ready, draining=self._on_draining)
 
     def _on_progress(self, progress: "Progress") -> None:
-        if self._open:
+        if not self._ready:
             phase = PHASES.get(progress.phase, progress.phase)
             self._phases.update(phase, progress.done, progress.total)
 
     def _on_ready(self, ready: "Ready", url: str) -> None:
-        if self._open:
-            self._open = False
-            self._progress.__exit__(None, None, None)
         if self._ready:
             self._console.note("the engine was restarted and serves again")
             return
         self._ready = True
+        self._bars.close()
         show_ready(self._console, self._startup, ready, url)
 
     def _on_draining(self, in_flight: int) -> None:

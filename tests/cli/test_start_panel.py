@@ -1,13 +1,16 @@
 """The start panel: every part planned beside allocated, and a word where they differ."""
 
 import io
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from multilora_cli.cli.api import own_url
 from multilora_cli.cli.console import Console
-from multilora_cli.cli.serve import _memory_lines, show_ready
-from multilora_cli.engine.messages import Ready
+from multilora_cli.cli.serve import _memory_lines, _Start, show_ready
+from multilora_cli.engine.messages import Progress, Ready
 
 
 def test_planned_beside_allocated_by_part() -> None:
@@ -48,3 +51,29 @@ def test_the_next_step_can_be_typed_as_it_stands() -> None:
         assert f"address: http://{host}:8000/v1" in lines
         assert f"chat: mlora chat --url http://{here}:8000" in lines
     assert own_url("::1", 80) == "http://[::1]:80"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        """Whether a person reads it."""
+        return True
+
+
+def test_a_start_that_ends_early_leaves_no_bar_and_shows_the_cursor_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C, or a base that does not fit: the last thing on the terminal was half a bar."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    screen = Terminal()
+    startup: Any = SimpleNamespace()
+    with ExitStack() as bars:
+        hooks = _Start(Console(stdout=screen, stderr=screen), startup, bars).hooks()
+        hooks.progress(Progress(phase="weights", done=1, total=4))
+        assert "\x1b[?25l" in screen.getvalue()
+    assert "loading weights" in screen.getvalue()
+    hide, show = screen.getvalue().rfind("\x1b[?25l"), screen.getvalue().rfind("\x1b[?25h")
+    assert hide < show
+    assert screen.getvalue().endswith("\x1b[2K")  # the bar's line is erased
