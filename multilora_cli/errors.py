@@ -12,6 +12,7 @@ MloraError                  one line for people, an optional hint, an exit code
 └── AddressInUse            exit 4: the port is taken
 """
 
+import os
 from typing import ClassVar
 
 
@@ -24,6 +25,10 @@ class MloraError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def about(self, adapter: str) -> str:
+        """The message without the adapter's name before it, for a sentence that begins with it."""
+        return self.message.removeprefix(f"adapter {adapter}: ")
 
 
 class Refused(MloraError):
@@ -99,3 +104,13 @@ class AddressInUse(MloraError):
     """The address to listen on is taken."""
 
     exit_code = 4
+
+
+def reason_of(error: BaseException) -> str:
+    """The system's words beneath a client library's error (`Connection refused`), else its own."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+            return os.strerror(cause.errno)
+        cause = cause.__cause__ or cause.__context__
+    return str(error) or type(error).__name__

@@ -94,9 +94,7 @@ class Registry:
                 param="model",
             )
         if entry.state == "failed":
-            raise AdapterUnavailable(
-                f"adapter {name} cannot be had: {entry.detail}", retry_at_s=entry.retry_at
-            )
+            raise AdapterUnavailable(f"adapter {name}: {entry.detail}", retry_at_s=entry.retry_at)
         return entry
 
     def get(self, name: str) -> AdapterEntry | None:

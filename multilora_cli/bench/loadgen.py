@@ -17,6 +17,7 @@ import msgspec
 
 from multilora_cli.bench.prompts import PATHS, PromptMaker
 from multilora_cli.bench.stream import Answer, error_message
+from multilora_cli.errors import reason_of
 
 _TICK_S = 0.02  # how often the loop's own lag is sampled
 _TELL_S = 0.25  # how often progress is told
@@ -282,7 +283,7 @@ async def _stream(run: _Run, raw: bytes, answer: Answer) -> tuple[str | None, st
             return _CUT, ""
         return "timeout", f"no whole answer within {run.target.timeout_s:g} s"
     except aiohttp.ClientConnectorError as failure:
-        return "unreachable", str(failure)
+        return "unreachable", reason_of(failure)
     except (aiohttp.ClientError, OSError) as failure:
         return "cut_off", str(failure) or type(failure).__name__
     if answer.error is not None:

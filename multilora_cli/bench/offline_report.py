@@ -131,11 +131,12 @@ def describe(record: Mapping[str, Any]) -> str:
     if record["kind"] == "start":
         phases = ", ".join(f"{k} {v:.2f} s" for k, v in record["start_s"].items() if v is not None)
         return f"{record['quantization']}: started: {phases}"
-    text = (
-        f"{record['quantization']}, {record['setting']}, B={record['batch']}: {_cell_text(record)}"
-    )
     host = ", ".join(f"{name} {ms:.2f}" for name, ms in record["host_ms"].items())
-    return f"{text} tok/s, TTFT {record['ttft_last_ms']:.0f} ms, ms per step by the engine: {host}"
+    return (
+        f"{record['quantization']}, {record['setting']}, B={record['batch']}:"
+        f" {_step_text(record)} ms/step, {record['output_tokens_per_s']:,.0f} tok/s,"
+        f" TTFT {record['ttft_last_ms']:.0f} ms, ms per step by the engine: {host}"
+    )
 
 
 def cells_table(records: Sequence[Mapping[str, Any]]) -> Table:
@@ -166,6 +167,10 @@ def starts_table(records: Sequence[Mapping[str, Any]]) -> Table:
 def _cell_text(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return _NOTHING
+    return f"{_step_text(record)} {record['output_tokens_per_s']:,.0f}"
+
+
+def _step_text(record: Mapping[str, Any]) -> str:
     bound = record.get("bound_ms")
     share = f" ({bound:.2f})" if bound is not None else ""
-    return f"{record['step_ms']:.2f}{share} {record['output_tokens_per_s']:,.0f}"
+    return f"{record['step_ms']:.2f}{share}"

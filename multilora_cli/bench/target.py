@@ -11,7 +11,7 @@ import aiohttp
 
 from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, run_load
 from multilora_cli.bench.stream import error_message
-from multilora_cli.errors import BadInput, MloraError, Unreachable
+from multilora_cli.errors import BadInput, MloraError, Unreachable, reason_of
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,9 @@ class Target:
 
     def unreachable(self, error: BaseException) -> Unreachable:
         """The error for a server that does not answer."""
-        reason = str(error) or type(error).__name__
         return Unreachable(
-            f"{public_url(self.url)}: {reason}", hint="is the server running? start: mlora serve"
+            f"{public_url(self.url)}: {reason_of(error)}",
+            hint="is the server running? start it with: mlora serve",
         )
 
 

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
-from multilora_cli.errors import BadInput, MloraError, Refused, Unreachable
+from multilora_cli.errors import BadInput, MloraError, Refused, Unreachable, reason_of
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # The request was good and the answer is no.
@@ -133,9 +133,9 @@ class Api:
             raise Unreachable(f"{self.url}: the answer was cut off")
 
     def _unreachable(self, error: httpx.HTTPError) -> Unreachable:
-        reason = str(error) or type(error).__name__
         return Unreachable(
-            f"{self.url}: {reason}", hint="is the server running? start it with: mlora serve"
+            f"{self.url}: {reason_of(error)}",
+            hint="is the server running? start it with: mlora serve",
         )
 
 

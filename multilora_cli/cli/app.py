@@ -25,6 +25,7 @@ from multilora_cli.cli import (
     verify,
 )
 from multilora_cli.cli.console import Console
+from multilora_cli.cli.options import help_of
 from multilora_cli.errors import MloraError
 
 INTERRUPTED = 130
@@ -71,18 +72,21 @@ def root(
 
 
 BEFORE, RUN, OPERATE, MEASURE = "Before you start", "Run", "Operate", "Measure"
-app.command("plan", rich_help_panel=BEFORE)(plan.plan)
-app.command("verify", rich_help_panel=BEFORE)(verify.verify)
-app.command("lock", rich_help_panel=BEFORE)(lock.lock)
-app.command("quantize", rich_help_panel=BEFORE)(quantize.quantize)
-app.command("schema", rich_help_panel=BEFORE)(schema.schema)
-app.command("serve", rich_help_panel=RUN)(serve.serve)
-app.command("chat", rich_help_panel=RUN)(chat.chat)
-app.command("list", rich_help_panel=OPERATE)(listing.list_adapters)
-app.command("diff", rich_help_panel=OPERATE)(diff.diff)
-app.command("apply", rich_help_panel=OPERATE)(apply.apply)
-app.command("warm", rich_help_panel=OPERATE)(tiers.warm)
-app.command("evict", rich_help_panel=OPERATE)(tiers.evict)
+for _panel, _name, _command in (
+    (BEFORE, "plan", plan.plan),
+    (BEFORE, "verify", verify.verify),
+    (BEFORE, "lock", lock.lock),
+    (BEFORE, "quantize", quantize.quantize),
+    (BEFORE, "schema", schema.schema),
+    (RUN, "serve", serve.serve),
+    (RUN, "chat", chat.chat),
+    (OPERATE, "list", listing.list_adapters),
+    (OPERATE, "diff", diff.diff),
+    (OPERATE, "apply", apply.apply),
+    (OPERATE, "warm", tiers.warm),
+    (OPERATE, "evict", tiers.evict),
+):
+    app.command(_name, rich_help_panel=_panel, help=help_of(_command))(_command)
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 

@@ -14,7 +14,7 @@ from multilora_cli.cli.bench_dummy import dummy
 from multilora_cli.cli.bench_front import front
 from multilora_cli.cli.bench_offline import offline
 from multilora_cli.cli.console import Console
-from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption
+from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption, help_of
 
 if TYPE_CHECKING:
     from multilora_cli.cli.bench_options import BenchOptions
@@ -45,9 +45,9 @@ class _DefaultRun(TyperGroup):
 
 
 app = typer.Typer(cls=_DefaultRun, no_args_is_help=False)
-app.command("offline")(offline)
-app.command("dummy")(dummy)
-app.command("front")(front)
+app.command("offline", help=help_of(offline))(offline)
+app.command("dummy", help=help_of(dummy))(dummy)
+app.command("front", help=help_of(front))(front)
 
 
 @app.callback()
@@ -55,7 +55,6 @@ def bench() -> None:
     """Measure a server under heterogeneous loads: popularities, ranks, cold starts, churn."""
 
 
-@app.command("run")
 def run(
     fleet: FleetArgument = None,
     offline: flags.Offline = False,
@@ -131,7 +130,6 @@ def _run(console: Console, options: "BenchOptions", page: Path | None, output: P
         raise typer.Exit(1)
 
 
-@app.command("compare")
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="The report to compare with.")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="The report in question.")],
@@ -153,7 +151,6 @@ def compare(
     console.value(value)
 
 
-@app.command("selftest")
 def selftest(
     streams: Annotated[int, typer.Option(help="Streams at once.", min=1, max=20_000)] = 2000,
     tokens: Annotated[int, typer.Option(help="Tokens of each.", min=1, max=100_000)] = 100,
@@ -168,9 +165,14 @@ def selftest(
     from dataclasses import asdict
 
     from multilora_cli.bench.selftest import self_test
+    from multilora_cli.cli.bench_view import show_figures
 
     console = Console(as_json=as_json, quiet=quiet)
     result = asyncio.run(self_test(streams, tokens, gap))
     value = asdict(result)
-    console.table(("figure", "value"), [(name, f"{v:,.6g}") for name, v in value.items()])
+    show_figures(console, value)
     console.value(value)
+
+
+for _name, _command in (("run", run), ("compare", compare), ("selftest", selftest)):
+    app.command(_name, help=help_of(_command))(_command)

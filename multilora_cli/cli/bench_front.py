@@ -33,6 +33,7 @@ def front(
 
     from multilora_cli.bench.front import FrontLoad, measure_front
     from multilora_cli.cli.bench_run import check_style
+    from multilora_cli.cli.bench_view import show_figures
 
     console = Console(as_json=as_json, quiet=quiet)
     command = [sys.executable, "-m", __name__]
@@ -45,7 +46,7 @@ def front(
         profile=str(profile) if profile else None,
     )
     value = asdict(asyncio.run(measure_front(command, load)))
-    console.table(("figure", "value"), [(name, f"{v:,.6g}") for name, v in value.items()])
+    show_figures(console, value)
     console.value(value)
 
 

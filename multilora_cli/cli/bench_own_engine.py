@@ -33,7 +33,7 @@ def own_engine(console: Console, fleet: Path | None) -> "Iterator[EngineTarget]"
     for note in (*startup.notes, *engine.parts.ready.notes):
         console.note(note)
     for name, error in startup.failures:
-        console.error(f"adapter {name} is not measured: {error.message}", error.hint)
+        console.error(f"adapter {name} is not measured: {error.about(name)}", error.hint)
     facts = BaseFacts(
         startup.server.base_name, engine.parts.max_model_len, startup.geometry.eos_token_ids
     )

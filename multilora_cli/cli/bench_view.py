@@ -12,6 +12,17 @@ if TYPE_CHECKING:
 
 _WIDE = 160  # columns of a terminal that hold the whole table
 _MAX_GROUP_ROWS = 40  # more is for the report
+_FIGURES = {
+    "peak_in_flight": "streams at once",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_cpu_s": "tokens per second of CPU",
+    "lag_p99_s": "event loop late, p99",
+    "duration_s": "duration",
+    "front_cpu_s": "CPU time of the front",
+    "front_system_s": "of it in the kernel",
+    "front_share": "front's share of a core",
+    "client_cpu_s": "CPU time of the clients",
+}
 
 
 class Live:
@@ -102,3 +113,19 @@ def show_report(console: Console, report: Mapping[str, Any]) -> None:
     console.line(describe_generator(report))
     for note in report["notes"]:
         console.line(f"note: {note}")
+
+
+def show_figures(console: Console, value: Mapping[str, float]) -> None:
+    """One measurement, a figure a line; units as the names of its fields end."""
+    console.table(
+        ("figure", "value"),
+        [(_FIGURES.get(name, name), _figure(name, number)) for name, number in value.items()],
+    )
+
+
+def _figure(name: str, number: float) -> str:
+    if name.endswith("_share"):
+        return f"{number:.1%}"
+    if name.endswith("_s") and "_per_" not in name:
+        return format_duration(number)
+    return f"{number:,.0f}"

@@ -1,7 +1,9 @@
 """Options that several commands share, spelled once."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,3 +32,12 @@ KeyOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print the bare result only.")]
+
+
+def help_of(command: Callable[..., Any]) -> str:
+    """A command's docstring with a line for each paragraph, for the terminal to break.
+
+    Typer keeps line ends in all but the first paragraph, which leaves half lines at 80 columns.
+    """
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)

@@ -48,6 +48,7 @@ def plan(
     """Say what fits on a card and what a step costs at least. Needs no GPU and no weights.
 
     Several values in one --set (base.quantization=none,fp8,awq) make a table of what-ifs.
+
     Exit code 0: it fits; 1: it does not, and what would; 2: bad input.
 
     Example: mlora plan fleet.yaml --gpu rtx-4090 --set base.quantization=awq

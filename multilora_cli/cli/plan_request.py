@@ -166,10 +166,11 @@ def _adapters(
     """Shapes from the headers; every bad adapter of the fleet is told in one run."""
     limit = loaded.fleet.limits.max_lora_rank
     surveyor = Surveyor(geometry, max_rank=limit, base_folder=base_folder)
-    shapes, faults = [], []
+    shapes, faults, lines = [], [], []
     for adapter, found in read_fleet_adapters(loaded, geometry, surveyor.survey):
         if isinstance(found, MloraError):
-            faults.append(f"{adapter.name}: {found.message}")
+            faults.append(found)
+            lines.append(f"adapter {adapter.name}: {found.about(adapter.name)}")
             continue
         base = found.shape.base_model_name or ""
         shape, pinned = found.shape, adapter.pin == "hot"
@@ -177,7 +178,8 @@ def _adapters(
             AdapterShape(adapter.name, shape.ranks, base, pinned, shape.extras, shape.max_rank)
         )
     if faults:
-        raise AdapterError("\n".join(faults))
+        hints = {fault.hint for fault in faults}
+        raise AdapterError("\n".join(lines), hint=hints.pop() if len(hints) == 1 else None)
     return shapes
 
 

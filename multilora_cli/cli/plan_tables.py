@@ -194,7 +194,7 @@ def show_forecast(console: Console, forecast: TraceForecast) -> None:
         {
             "requests": f"{forecast.requests} over {format_duration(forecast.seconds)},"
             f" {forecast.adapters} adapters",
-            "distinct per window": f"{forecast.distinct_mean:.1f} on average,"
+            "distinct a minute": f"{forecast.distinct_mean:.1f} on average,"
             f" {forecast.distinct_max} at most",
             "hits": f"device {forecast.hot_ratio:.1%}, host {forecast.warm_ratio:.1%},"
             f" source {forecast.cold_ratio:.1%}",

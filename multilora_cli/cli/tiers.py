@@ -135,7 +135,10 @@ async def _move(
 
 
 def _naming(name: str, message: str) -> str:
-    return message if name in message else f"adapter {name}: {message}"
+    """`message`, with the name before it where it does not say it itself."""
+    if f"`{name}`" in message or message.startswith((f"adapter {name} ", f"adapter {name}:")):
+        return message
+    return f"adapter {name}: {message}"
 
 
 async def _known(api: "Api", patterns: Sequence[str]) -> list[str]:

@@ -72,7 +72,7 @@ def show_drift(console: Console, result: VerifyReport) -> None:
     named = [("(base)", result.base_drift)]
     named += [(a.name, a.drift) for a in result.adapters if a.drift is not None]
     rows = [(name, f"{d.top1:.1%}", f"{d.mean_kl:.4f}", d.positions) for name, d in named]
-    columns = ("adapter", "same first token", "mean KL (nats)", "positions")
+    columns = ("adapter", "same likeliest token", "mean KL (nats)", "positions")
     console.table(columns, rows, title="Against the 16-bit base")
     console.line(f"verify.max_drift is {result.max_drift:g} nats of mean KL")
 

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern, F
 from multilora_cli.fleet.yaml import Document, KeyPath, read_yaml, scalar
 
 DEFAULT_FILES = ("fleet.yaml", "fleet.example.yaml")
-MAX_ERRORS = 5
+MAX_ERRORS = 20
 
 
 class LoadedFleet(NamedTuple):
@@ -59,12 +59,13 @@ def _checked(document: Document, file: Path, overrides: Sequence[str]) -> Loaded
     if not isinstance(document.value, dict):
         kind = type(document.value).__name__
         raise FleetError(f"{file}:1:1: found {kind}, expected keys such as `base:`")
-    for override in overrides:
-        _apply(document.value, override)
+    given = {_apply(document.value, override): f"--set {override}" for override in overrides}
     try:
         fleet = Fleet.model_validate(document.value)
     except ValidationError as error:
-        raise _as_fleet_error(error, document, str(file)) from None
+        raise _as_fleet_error(
+            error, lambda path: _place(path, document, str(file), given)
+        ) from None
     return LoadedFleet(fleet, file)
 
 
@@ -91,8 +92,8 @@ def fleet_json_schema() -> str:
     return json.dumps(Fleet.model_json_schema(), indent=2)
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
-    """Set one `key.path=value` in place. Raises FleetError."""
+def _apply(data: dict[str, Any], override: str) -> KeyPath:
+    """Set one `key.path=value` in place; the path. Raises FleetError."""
     path, sign, value = override.partition("=")
     keys = path.strip().split(".")
     if not sign or not all(keys):
@@ -103,27 +104,29 @@ def _apply(data: dict[str, Any], override: str) -> None:
             raise FleetError(f"--set {override}: {key} holds no keys")
         data = child
     data[keys[-1]] = scalar(value.strip())
+    return tuple(keys)
 
 
-def _as_fleet_error(error: ValidationError, document: Document, where: str) -> FleetError:
+def _as_fleet_error(error: ValidationError, place: Callable[[KeyPath], str]) -> FleetError:
     lines = []
     for item in error.errors(include_url=False)[:MAX_ERRORS]:
         path, message = _describe(dict(item))
-        place = _position(path, document)
-        lines.append(f"{where}{place}: {'.'.join(map(str, path)) or 'fleet'}: {message}")
+        lines.append(f"{place(path)}: {'.'.join(map(str, path)) or 'fleet'}: {message}")
     more = error.error_count() - len(lines)
     if more > 0:
-        lines.append(f"{where}: and {more} more")
+        lines.append(f"and {more} more")
     return FleetError("\n".join(lines))
 
 
-def _position(path: KeyPath, document: Document) -> str:
-    """`:line:column` of the nearest thing that stands in the file."""
+def _place(path: KeyPath, document: Document, file: str, given: Mapping[KeyPath, str]) -> str:
+    """The flag that set it, else `file:line:column` of the nearest thing that the file holds."""
     for end in range(len(path), -1, -1):
+        if path[:end] in given:
+            return given[path[:end]]
         if path[:end] in document.positions:
             position = document.positions[path[:end]]
-            return f":{position.line}:{position.column}"
-    return ""
+            return f"{file}:{position.line}:{position.column}"
+    return file
 
 
 def _describe(item: dict[str, Any]) -> tuple[KeyPath, str]:

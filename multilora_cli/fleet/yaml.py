@@ -43,6 +43,10 @@ def read_yaml(path: Path) -> Document:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise FleetError(
+            f"{path}: no such fleet file", hint="README.md shows one; mlora schema says every key"
+        ) from None
     except OSError as error:
         raise FleetError(f"{path}: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:

@@ -69,7 +69,7 @@ class Adapters:
         try:
             return await self.in_thread(lambda: self.registry.with_digest(name))
         except (AdapterError, AdapterUnavailable) as error:
-            raise unavailable("adapter_unavailable", f"adapter {name}: {error.message}") from None
+            raise _cannot(name, error) from None
 
     # ---- load and unload
 
@@ -322,7 +322,7 @@ class Adapters:
         try:
             await self.fetching(lambda: self.registry.retry(name))
         except (AdapterError, AdapterUnavailable) as error:
-            raise unavailable("adapter_unavailable", f"adapter {name}: {error.message}") from None
+            raise _cannot(name, error) from None
 
     async def load_pinned(self) -> None:
         """Bring pinned adapters back where they belong, after every start of the engine."""
@@ -439,6 +439,10 @@ def _exists(name: str) -> RequestError:
         f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in"
         " place, set 'load_inplace' to True."
     )
+
+
+def _cannot(name: str, error: MloraError) -> RequestError:
+    return unavailable("adapter_unavailable", f"adapter {name}: {error.about(name)}")
 
 
 def _refused(error: AdapterError) -> RequestError:

@@ -158,7 +158,7 @@ class Names:
         return self._registry.register(request).entry
 
     def _cannot(self, name: str, error: MloraError) -> RequestError:
-        detail = f"adapter {name}: {error.message}"
+        detail = f"adapter {name}: {error.about(name)}"
         _log.warning("%s", detail)
         self._remember(name, detail)
         return unavailable("adapter_unavailable", detail)

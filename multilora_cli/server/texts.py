@@ -94,7 +94,7 @@ class AdapterTexts:
                 )
             own = files.load(self._config.vocab_size)
         except AdapterError as error:
-            message = f"adapter {entry.name}: {error.message}"
+            message = f"adapter {entry.name}: {error.about(entry.name)}"
             raise unavailable("adapter_unavailable", message) from None
         base = self.base
         source = self._source if own.template is None else own.template

@@ -1,5 +1,6 @@
 """The command line as a whole: what it imports, its exit codes, its one-line errors."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from multilora_cli import __version__
 from multilora_cli.cli.app import app
+from multilora_cli.cli.tiers import _naming
+from multilora_cli.errors import AdapterError, reason_of
 
 runner = CliRunner()
 REPOSITORY = Path(__file__).parents[2]
@@ -110,3 +113,36 @@ def test_an_unreachable_server_is_exit_3() -> None:
 def test_debug_shows_the_traceback() -> None:
     result = runner.invoke(app, ["--debug", "plan", "no-such-file.yaml"])
     assert result.exception is not None and "no-such-file" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [(name,) for name in COMMANDS] + [("bench", "front")])
+def test_help_is_broken_by_the_terminal_not_by_the_source(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 80 columns the source's line ends left half lines in the middle of a sentence."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = runner.invoke(app, [*command, "--help"]).output
+    prose = text.split("\u256d")[0].splitlines()
+    for line, following in itertools.pairwise(prose):
+        if line.strip() and following.strip():
+            first = following.split()[0]
+            assert len(line.rstrip()) + 1 + len(first) > 77, f"{line!r} ends early"
+
+
+def test_reasons_are_the_systems_words() -> None:
+    """`All connection attempts failed`, `ssl:default [Connect call failed ...`: a library's."""
+    refused = ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 9)")
+    outer = OSError("All connection attempts failed")
+    outer.__cause__ = refused
+    assert reason_of(outer) == reason_of(refused) == "Connection refused"
+    assert reason_of(TimeoutError()) == "TimeoutError"
+    assert reason_of(ValueError("odd")) == "odd"
+
+
+def test_the_name_of_an_adapter_is_said_once() -> None:
+    error = AdapterError("adapter acme: chat_template: x: not there, or not a file")
+    assert error.about("acme") == "chat_template: x: not there, or not a file"
+    assert error.about("acm") == error.message
+    assert _naming("a", "found a folder") == "adapter a: found a folder"
+    assert _naming("a", "adapter a is pinned hot") == "adapter a is pinned hot"
+    assert _naming("a", "The model `a` does not exist.") == "The model `a` does not exist."

@@ -145,7 +145,20 @@ def test_every_bad_adapter_is_told_in_one_run(fleet: Path, tmp_path: Path) -> No
     result = runner.invoke(app, ["plan", str(fleet), "--gpu", "h200"])
     assert result.exit_code == 2
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert [line.split(": ")[1] for line in lines] == ["a", "b"]
+    assert [line.split(": ")[1] for line in lines] == ["adapter a", "adapter b"]
+
+
+def test_a_bad_adapter_is_told_with_what_to_do(fleet: Path, tmp_path: Path) -> None:
+    """`serve` said how a pickle is converted, `plan` only that it is one."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
+    (tmp_path / "a" / "adapter_model.bin").write_bytes(b"x")
+    fleet.write_text("base: {model: ./8b, name: llama}\nadapters: [{name: a, source: ./a}]\n")
+    result = runner.invoke(app, ["plan", str(fleet), "--gpu", "h200"])
+    assert result.exit_code == 2
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: adapter a: ") and "pickle" in error
+    assert hint.startswith("hint: ") and "safetensors" in hint
 
 
 def test_quiet_is_one_word(fleet: Path) -> None:

@@ -190,7 +190,7 @@ def test_drift(folder: Path, fleet: Callable[..., Path]) -> None:
     result = runner.invoke(app, ["verify", str(path), "--drift"])
     assert result.exit_code == 2 and "nothing can drift" in result.stderr
     table = runner.invoke(app, ["verify", str(path), *fp8]).stdout
-    assert "adapter\tsame first token\tmean KL (nats)\tpositions" in table
+    assert "adapter\tsame likeliest token\tmean KL (nats)\tpositions" in table
     value = verified(path, "--drift", "--against", folder / "base")
     assert value["adapters"][0]["drift"]["mean_kl"] < 1e-6
 

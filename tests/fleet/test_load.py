@@ -244,7 +244,7 @@ def test_missing_file_and_default_file(tmp_path: Path, monkeypatch: pytest.Monke
         find_fleet(None)
     (tmp_path / "fleet.example.yaml").write_text(B)
     assert load_fleet().path.name == "fleet.example.yaml"
-    with pytest.raises(FleetError, match="No such file"):
+    with pytest.raises(FleetError, match="no such fleet file"):
         load_fleet(tmp_path / "nope.yaml")
 
 
@@ -281,3 +281,23 @@ def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
     check_served(load(tmp_path, B + own))
     check_served(load(tmp_path, GOOD))
     check_served(load(tmp_path, B + "adapters: [{name: a, source: ./x, pin: hot}]\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("server.port=eight", '--set server.port=eight: server.port: found "eight"'),
+        ("server.prot=1", "--set server.prot=1: server.prot: unknown key; did you mean 'port'?"),
+        ("memory.device_bytes=1XB", "--set memory.device_bytes=1XB: memory.device_bytes: "),
+    ],
+)
+def test_a_mistake_of_a_flag_is_placed_there_not_in_the_file(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    """It was told at the line where the file holds another, correct value."""
+    with pytest.raises(FleetError) as caught:
+        load(tmp_path, GOOD, (override,))
+    assert caught.value.message.startswith(said)
+    with pytest.raises(FleetError) as caught:  # a mistake of the file stays the file's
+        load(tmp_path, GOOD.replace("9000", "nine"), ("base.name=other",))
+    assert "fleet.yaml:10:10: server.port" in caught.value.message
