@@ -1,8 +1,9 @@
 """Host memory for adapter images: page-locked slabs on a GPU machine, plain blocks on a CPU.
 
 Pinning is slow (84 MiB take 48 ms) and blocks the device, so slabs are pinned in large pieces, at
-start where asked, and kept; images take runs of bytes in them. Without pinning every image has a
-block of its own, which goes back to the system with it.
+start where asked, and kept; images take runs of bytes in them. Slabs have the sizes that torch
+page-locks, powers of two: one of 336 MB would take 512 MiB, and the budget would not know. Without
+pinning every image has a block of its own, which goes back to the system with it.
 """
 
 from bisect import insort
@@ -94,10 +95,12 @@ class HostArena:
         """Bytes of a new slab that holds `num_bytes`, for which unused ones make room; None: the
         budget has none."""
         size, room = _aligned(num_bytes), self.budget_bytes - self.reserved_bytes
+        wanted = size
         if self._pin:
-            wanted = max(size, min(self._slab_bytes, room // _ALIGNMENT * _ALIGNMENT))
-        else:
-            wanted = size
+            whole = 1 << (room.bit_length() - 1) if room > 0 else 0
+            wanted = max(_locked(size), min(self._slab_bytes, whole))
+            if wanted > self.budget_bytes:
+                wanted = size
         for index, slab in list(self._slabs.items()):
             if room >= wanted:
                 break
@@ -152,3 +155,8 @@ class HostArena:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _locked(num_bytes: int) -> int:
+    """What torch page-locks for so many bytes: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length()

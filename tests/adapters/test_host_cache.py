@@ -201,6 +201,27 @@ def test_arena_keeps_slabs_when_pinning(monkeypatch: pytest.MonkeyPatch) -> None
     assert arena.reserved_bytes <= 10 * PAGE
 
 
+def test_pinned_slabs_have_the_sizes_that_torch_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the budget counts is what the machine has lost, whatever images are asked for."""
+    locked = 0
+
+    def lock(arena: HostArena, num_bytes: int) -> torch.Tensor:
+        nonlocal locked
+        locked += 1 << (num_bytes - 1).bit_length()  # torch's CachingHostAllocator
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(HostArena, "make", lock)
+    choose = random.Random(5)
+    for budget in (16, 23, 40):
+        arena, locked = HostArena(budget * PAGE, pin=True, slab_bytes=4 * PAGE), 0
+        arena.prepare(3 * PAGE)
+        held = [arena.allocate(choose.choice((1, 2, 3, 5, 7)) * PAGE) for _ in range(12)]
+        assert locked == arena.reserved_bytes <= budget * PAGE
+        assert sum(extent is not None for extent in held) >= 4
+    small = HostArena(10 * PAGE, pin=True, slab_bytes=4 * PAGE)
+    assert small.allocate(9 * PAGE) is not None, "one that is alone may round up"
+
+
 def test_arena_merges_and_picks_the_tightest_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Best fit, and neighbours grow together again."""
     empty = torch.empty
