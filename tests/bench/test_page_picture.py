@@ -30,7 +30,12 @@ _PAGES = {False: "#ffffff", True: "#16181b"}  # background, by whether it is dar
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return made_report()
+    """With times of a law in place of this machine's: lines that nearly meet hide one another."""
+    found = made_report()
+    for place, arm in enumerate(found["arms"]):
+        for key, least in (("ttft_s", 0.02), ("e2e_s", 0.1)):
+            arm["cdf"][key] = [least * 1.5 ** (place + share / 100) for share in range(101)]
+    return found
 
 
 def seen(page: Path, profile: Path, look: Any) -> Any:
