@@ -44,9 +44,13 @@ class BenchOptions:
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any], arguments: Sequence[str]) -> "BenchOptions":
         """The options of the command's parameters, by their names. Raises BadInput."""
+        from multilora_cli.bench.arms import parse_lengths
+
         known: dict[str, Any] = {field.name: flags.get(field.name) for field in fields(cls)}
         preset = pick_preset(flags["preset"], flags["heterogeneous"], flags["trace"])
         rate = parse_rate(flags["rate"])
+        if flags["lengths"] is not None:  # told before a server is started, not after
+            parse_lengths(flags["lengths"], 1, 0)
         options = cls(**known | {"preset": preset, "rate": rate, "arguments": tuple(arguments)})
         if options.offline:
             options.check_offline()

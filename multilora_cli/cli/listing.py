@@ -17,6 +17,7 @@ _LEFT_OUT = ("digest", "loads", "modules", "uses", "in flight", "rank")
 _SETS = {
     "q k v o": "attention", "gate up down": "mlp", "q k v o gate up down": "all",
 }  # fmt: skip
+_MAX_NOTES = 10
 _TRAFFIC = ("found", "requests", "share", "TTFT p50", "TTFT p95")
 
 
@@ -56,12 +57,29 @@ def list_adapters(
     for row in rows:
         if row.get("tier") == "failed":
             console.note(f"{row['id']}: {row.get('detail') or 'failed'}{_retry(row)}")
+    for note in told_notes((str(row["id"]), row.get("notes") or ()) for row in rows):
+        console.note(note)
     for pattern in reply.get("patterns") or ():
         console.note(f"{pattern['pattern']}: on request, from {pattern['source']}")
     if reply.get("unsaved"):
         console.note(f"changes at run time will not survive a restart: {reply['unsaved']}")
     if found.get("requests"):
         console.note(_summary(found))
+
+
+def told_notes(notes: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """`acme: what to know of it`; once for all adapters of which the same is said."""
+    named: dict[str, list[str]] = {}
+    for name, texts in notes:
+        for text in texts:
+            named.setdefault(text, []).append(name)
+    lines = [
+        f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''}: {text}"
+        for text, names in named.items()
+    ]
+    if len(lines) > _MAX_NOTES:
+        lines[_MAX_NOTES:] = [f"and {len(lines) - _MAX_NOTES} more: mlora list --json"]
+    return lines
 
 
 async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from multilora_cli.adapters.base_match import match_base
 from multilora_cli.adapters.survey import Surveyor
 from multilora_cli.cli.base import compute_itemsize, fetch_config
 from multilora_cli.cli.fleet_adapters import read_fleet_adapters
-from multilora_cli.errors import AdapterError, BadInput, FleetError, MloraError, Refused
+from multilora_cli.cli.front import check_front
+from multilora_cli.errors import AdapterError, BadInput, MloraError, Refused
 from multilora_cli.fleet.declared import declared_patterns
-from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
+from multilora_cli.fleet.load import LoadedFleet, load_fleet
 from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import open_checkpoint
 from multilora_cli.models.quantized_tensors import find_linears
-from multilora_cli.server.config import ServerConfig
 from multilora_cli.sizing.budget import CONTEXT_BYTES, base_bytes
 from multilora_cli.sizing.device import check_context
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
@@ -43,7 +43,7 @@ def plan_request(
     `elsewhere`: the plan is for a card that was named, so this machine's secrets are only noted.
     """
     loaded = load_fleet(path, settings)
-    notes = list(_check_front(loaded, elsewhere=elsewhere))
+    notes = check_front(loaded, elsewhere=elsewhere)
     check_served(loaded)
     folder = fetch_config(loaded)
     geometry = read_geometry(folder)
@@ -67,29 +67,6 @@ def plan_request(
         gpu=card,
         adapters=tuple(shapes),
         notes=(*more, *notes),
-    )
-
-
-def _check_front(loaded: LoadedFleet, *, elsewhere: bool) -> Iterator[str]:
-    """Address and keys, as the server checks them; a key that cannot be had here is a fault here
-    and a note elsewhere. Raises BadInput, FleetError."""
-    server = loaded.fleet.server
-    references = {*server.api_keys, *([server.admin_key] if server.admin_key else [])}
-    for reference in sorted(references):
-        try:
-            resolve_secret(reference, loaded.folder)
-        except FleetError as error:
-            if not elsewhere:
-                raise
-            yield f"serve would refuse on this machine: {error.message}"
-    ServerConfig(
-        base_name=loaded.fleet.base.served_name,
-        base_path=loaded.folder,
-        vocab_size=1,
-        host=server.host,
-        port=server.port,
-        api_keys=server.api_keys,  # their names: whether there are any is what counts
-        admin_key=server.admin_key,
     )
 
 

@@ -19,6 +19,7 @@ from multilora_cli.cli.options import FleetArgument, JsonOption, QuietOption, Se
 if TYPE_CHECKING:
     from multilora_cli.cli.startup import Startup
     from multilora_cli.engine.messages import Progress, Ready
+    from multilora_cli.fleet.load import LoadedFleet
     from multilora_cli.server.launch import Hooks
 
 PHASES = {
@@ -78,6 +79,7 @@ def serve(
 
 
 def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison: bool) -> "Startup":
+    from multilora_cli.cli.listing import told_notes
     from multilora_cli.cli.startup import prepare
 
     with console.progress("starting") as phases:
@@ -85,12 +87,23 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
         def report(phase: str, done: int, total: int) -> None:
             phases.update(PHASES.get(phase, phase), done, total)
 
-        startup = prepare(fleet, overrides, report=report, debug=poison)
-    for note in startup.notes:
+        startup = prepare(fleet, overrides, report=report, debug=poison, check=_can_listen)
+    said = told_notes((entry.name, entry.notes) for entry in startup.registry.entries())
+    for note in (*startup.notes, *said):
         console.note(note)
     for name, error in startup.failures:
         console.error(f"adapter {name} is not served: {error.about(name)}", error.hint)
     return startup
+
+
+def _can_listen(loaded: "LoadedFleet") -> None:
+    """Keys and address are there: a base may take an hour to fetch, and these a moment to mend.
+    Raises FleetError, BadInput, AddressInUse."""
+    from multilora_cli.cli.front import check_front
+    from multilora_cli.server.launch import bind
+
+    check_front(loaded)
+    bind(loaded.fleet.server.host, loaded.fleet.server.port).close()
 
 
 class _Start:

@@ -1,7 +1,7 @@
 """From a fleet file to what the two processes are started with. No torch in this process."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,15 @@ def prepare(
     *,
     report: Report,
     debug: bool = False,
+    check: Callable[[LoadedFleet], None] = lambda loaded: None,
 ) -> Startup:
-    """Read the fleet, find the base, read every adapter's headers. Raises MloraError."""
+    """Read the fleet, find the base, read every adapter's headers. Raises MloraError.
+
+    `check` sees what the file says before a base is fetched; what it raises ends the start.
+    """
     loaded = load_fleet(path, overrides)
     check_served(loaded)
+    check(loaded)
     declared = by_name(map(request_of, declared_adapters(loaded)))
     requests, changes, notes = _changed(loaded, overrides, declared)
     report("base", 0, 1)

@@ -26,7 +26,7 @@ from multilora_cli.engine.examine import Examined, examine
 from multilora_cli.engine.failpoints import Failpoints
 from multilora_cli.engine.parity_run import Parity, ParityCheck, Subject
 from multilora_cli.engine.probe import ANSWER_TOKENS
-from multilora_cli.errors import BadInput, MloraError, Refused
+from multilora_cli.errors import BadInput, MloraError, Refused, reason_of
 from multilora_cli.fleet.declared import declared_patterns
 from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.support import check_served
@@ -273,7 +273,9 @@ def _lines(file: Path) -> list[str]:
     try:
         texts = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--prompts {file}: not readable as UTF-8 text: {error}") from None
+        raise BadInput(
+            f"--prompts {file}: not readable as UTF-8 text: {reason_of(error)}"
+        ) from None
     if not 1 <= len(texts) <= MAX_PROMPTS:
         raise BadInput(
             f"--prompts {file}: {len(texts)} prompts, expected 1 to {MAX_PROMPTS}, one a line"

@@ -4,7 +4,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from multilora_cli.errors import BadInput
+from multilora_cli.errors import BadInput, reason_of
 from multilora_cli.text.tokenizer import load_tokenizer
 
 _DEFAULT = "calibration.txt"  # beside this module, written for it: prose, dialogue, code, tables
@@ -38,7 +38,7 @@ def read_text(path: Path | None, option: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{option}: {path}: not readable as UTF-8: {error}") from None
+        raise BadInput(f"{option}: {path}: not readable as UTF-8: {reason_of(error)}") from None
     if path.suffix != ".jsonl":
         return text
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]

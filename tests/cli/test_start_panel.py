@@ -1,14 +1,19 @@
 """The start panel: every part planned beside allocated, and a word where they differ."""
 
 import io
+import socket
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from multilora_cli.cli.api import own_url
+from multilora_cli.cli.app import app
 from multilora_cli.cli.console import Console
+from multilora_cli.cli.listing import told_notes
 from multilora_cli.cli.serve import _memory_lines, _Start, show_ready
 from multilora_cli.engine.messages import Progress, Ready
 
@@ -77,3 +82,40 @@ def test_a_start_that_ends_early_leaves_no_bar_and_shows_the_cursor_again(
     hide, show = screen.getvalue().rfind("\x1b[?25l"), screen.getvalue().rfind("\x1b[?25h")
     assert hide < show
     assert screen.getvalue().endswith("\x1b[2K")  # the bar's line is erased
+
+
+@pytest.mark.parametrize(
+    ("server", "status", "said"),
+    [
+        ("{host: 0.0.0.0}", 2, "server.api_keys names no key"),
+        ("{api_keys: [env:NO_SUCH_KEY]}", 2, "NO_SUCH_KEY is not set"),
+        ("{host: 192.0.2.7, api_keys: [file:key]}", 2, "cannot listen on 192.0.2.7"),
+        ("{port: TAKEN}", 4, "is in use"),
+    ],
+)
+def test_address_and_keys_are_checked_before_a_base_is_fetched(
+    server: str, status: int, said: str, tmp_path: Path
+) -> None:
+    """They were told after the base had been fetched and every adapter's headers read."""
+    (tmp_path / "key").write_text("secret")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        server = server.replace("TAKEN", str(other.getsockname()[1]))
+        file = tmp_path / "fleet.yaml"
+        file.write_text(f"base: {{model: nobody/never-fetched}}\nserver: {server}\n")
+        ran = CliRunner().invoke(app, ["serve", str(file)])
+    assert ran.exit_code == status
+    assert said in ran.stderr
+    assert "never-fetched" not in ran.output and "finding the base" not in ran.output
+
+
+def test_what_is_to_be_known_of_adapters_is_said_once_for_all() -> None:
+    """An adapter for another base was served without a word; only --json told."""
+    other = "trained on 'a', served on 'b'"
+    assert told_notes([("x", (other,)), ("y", ()), ("z", (other, "odd"))]) == [
+        f"x (and 1 more): {other}",
+        "z: odd",
+    ]
+    many = told_notes((f"a{i}", (f"note {i}",)) for i in range(13))
+    assert len(many) == 11 and many[-1] == "and 3 more: mlora list --json"
