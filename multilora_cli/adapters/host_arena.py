@@ -43,6 +43,7 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self._slabs: dict[int, _Slab] = {}
         self._next_slab = 0
+        self._has_dropped = False  # pinned slabs, which torch keeps until it is told
 
     @property
     def reserved_bytes(self) -> int:
@@ -107,11 +108,15 @@ class HostArena:
             if slab.is_unused:
                 room += slab.memory.numel()
                 del self._slabs[index]
+                self._has_dropped = self._pin
         return wanted if room >= wanted else None
 
     def make(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a slab, which is not part of the arena yet. Changes nothing here, and takes
-        0.15 s for 256 MiB that are pinned: needs no lock."""
+        """Memory for a slab, which is not part of the arena yet. Takes 0.15 s for 256 MiB that are
+        pinned, and touches no slab here: one caller at a time, which needs no other lock."""
+        if self._has_dropped:
+            self._has_dropped = False
+            _give_back_locked()
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
 
     def add(self, memory: torch.Tensor) -> None:
@@ -160,3 +165,11 @@ def _aligned(num_bytes: int) -> int:
 def _locked(num_bytes: int) -> int:
     """What torch page-locks for so many bytes: the next power of two."""
     return 1 << (num_bytes - 1).bit_length()
+
+
+def _give_back_locked() -> None:
+    """Let torch return to the system what it keeps page-locked and nobody uses."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    else:  # torch 2.11, which calls it itself before every capture
+        torch._C._host_emptyCache()

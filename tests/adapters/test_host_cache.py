@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from multilora_cli.adapters import host_arena
 from multilora_cli.adapters.host_arena import HostArena
 from multilora_cli.adapters.host_cache import HostCache
 from multilora_cli.adapters.lease import Version
@@ -197,8 +198,13 @@ def test_arena_keeps_slabs_when_pinning(monkeypatch: pytest.MonkeyPatch) -> None
         arena.release(extent)
     arena.check_integrity([])
     assert arena.reserved_bytes == arena.free_bytes == 10 * PAGE
+    emptied: list[int] = []
+    monkeypatch.setattr(
+        host_arena, "_give_back_locked", lambda: emptied.append(arena.reserved_bytes)
+    )
     assert arena.allocate(9 * PAGE) is not None  # unused slabs make way for a larger one
     assert arena.reserved_bytes <= 10 * PAGE
+    assert emptied == [0], "torch would keep them locked beside it"
 
 
 def test_pinned_slabs_have_the_sizes_that_torch_locks(monkeypatch: pytest.MonkeyPatch) -> None:
