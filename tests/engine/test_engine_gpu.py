@@ -38,6 +38,20 @@ def test_mixed_batch_on_the_device(
         assert rig.answer(request).tokens == want, (k, last)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_steps_run_on_the_card_that_is_named(fleet: SignatureFleet) -> None:
+    before, held = torch.cuda.current_device(), torch.cuda.memory_allocated(0)
+    try:
+        rig = Rig(fleet.base, device="cuda:1")
+        requests = {rig.submit(PROMPT, fleet.adapter(k), max_tokens=6): k for k in (20, 95, 150)}
+        rig.run()
+        for request, k in requests.items():
+            assert rig.answer(request).tokens == [k + 1] * 6
+        assert torch.cuda.memory_allocated(0) == held
+    finally:
+        torch.cuda.set_device(before)
+
+
 def test_adapters_come_and_go_beside_running_steps(fleet: SignatureFleet) -> None:
     rig = Rig(fleet.base, device="cuda:0", num_slots=4, pages=64)
     requests = {}
