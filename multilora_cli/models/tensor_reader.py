@@ -136,7 +136,7 @@ class TensorReader:
             part.copy_(buffer.view(dtype), non_blocking=True)
         else:  # converted on the device: from the host, copy_ would convert before it copies
             part.copy_(buffer.view(dtype).to(self._device, non_blocking=True))
-        self._events[self._turn].record()
+        self._events[self._turn].record(torch.cuda.current_stream(self._device))
 
     def _read(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` of the file, a large one by several threads."""

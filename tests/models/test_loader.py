@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from multilora_cli.errors import ModelError
 from multilora_cli.models.checkpoint import base_digest, open_checkpoint, shard_files
 from multilora_cli.models.loader import load_decoder
+from multilora_cli.models.tensor_reader import TensorReader
 from multilora_cli.sizing.geometry import read_geometry
 from tests.models import tiny
 from tests.models.harness import PagedRunner, Row, random_prompts
@@ -335,3 +336,27 @@ def test_base_digest(folder: Path, sharded: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ModelError, match="claims a header"):
         base_digest(folder)
+
+
+def test_a_buffer_is_filled_again_behind_its_copy_on_the_readers_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whichever card is the thread's own: its stream has passed what another one's has not."""
+    points: list[object] = []
+
+    class Event:
+        def record(self, stream: object = None) -> None:
+            points.append(stream)
+
+        def synchronize(self) -> None: ...
+
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: empty(size, dtype=dtype))
+    reader = TensorReader.__new__(TensorReader)
+    reader._device, reader._buffers, reader._turn = torch.device("cuda", 1), [], 0
+    monkeypatch.setattr(reader, "_read", lambda file, offset, buffer: None)
+    for _ in range(2):
+        reader._copy_through_buffer(None, 0, torch.zeros(4), torch.float32)  # type: ignore[arg-type]
+    assert points == ["stream of cuda:1"] * 2
