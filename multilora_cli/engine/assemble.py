@@ -70,8 +70,8 @@ class _Assembly:
         self.failpoints = Failpoints(config.failpoints)
         device = choose_device(config.device)
         self.meter = DeviceMeter(device)
+        grow_segments(device)  # before CUDA is initialised
         use_device(device)
-        grow_segments(device)
         self.allocation = plan_memory(config, geometry)
         self.max_model_len = _context(config, geometry, self.allocation)
 

@@ -111,17 +111,18 @@ def test_the_thread_that_steps_is_on_the_chosen_device(
     """Triton launches on the thread's device, not on that of its tensors."""
     chosen, order = torch.device("cuda", 1), list[object]()
 
-    def allocated(_: object) -> None:
-        order.append("allocated")
+    def planned(*_: object) -> None:
+        order.append("planned")
+        raise Refused("it does not fit")
 
     monkeypatch.setattr(torch.cuda, "set_device", order.append)
     monkeypatch.setattr(assemble, "choose_device", lambda name: chosen)
     monkeypatch.setattr(assemble, "DeviceMeter", lambda device: None)
-    monkeypatch.setattr(assemble, "grow_segments", allocated)
-    config = EngineConfig(model_path=str(fleet.base), device_bytes=2**20)
+    monkeypatch.setattr(assemble, "grow_segments", lambda device: None)
+    monkeypatch.setattr(assemble, "plan_memory", planned)
     with pytest.raises(Refused):
-        build_engine(config)
-    assert order == [chosen, "allocated"]
+        build_engine(EngineConfig(model_path=str(fleet.base)))
+    assert order == [chosen, "planned"]
     use_device(torch.device("cpu"))
     assert len(order) == 2
 
