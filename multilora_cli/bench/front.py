@@ -82,7 +82,11 @@ async def measure_front(command: Sequence[str], load: FrontLoad) -> FrontTest:
 
 @asynccontextmanager
 async def _child(command: Sequence[str]) -> AsyncIterator[tuple[int, str]]:
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C is ours alone: we end it
+    )
     try:
         url = (await process.stdout.readline()).decode().strip() if process.stdout else ""
         if not url:

@@ -32,6 +32,7 @@ async def loopback_process(**options: object) -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "multilora_cli.bench.loopback", json.dumps(options),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        start_new_session=True,  # a Ctrl-C is ours alone: we end it
     )  # fmt: skip
     try:
         port = (await process.stdout.readline()).decode().strip() if process.stdout else ""

@@ -22,7 +22,10 @@ _PHASES = {
 
 def quantize(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, or a Hub id.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder in Hugging Face format, a Hub id, or demo:base."
+        ),
     ],
     to: Annotated[Literal["fp8", "awq"], typer.Option("--to", help="The storage to write.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The new folder.")],
@@ -80,8 +83,12 @@ def quantize(
 
 
 def _source(model: str, report: "Report") -> Path:
+    from multilora_cli.cli.base import DEMO_BASE
+    from multilora_cli.demo import demo_base_path
     from multilora_cli.models.hub import fetch_model
 
+    if model == DEMO_BASE:
+        return demo_base_path()
     folder = Path(model).expanduser()
     return folder if folder.is_dir() else fetch_model(model, progress=report)
 

@@ -1,9 +1,16 @@
 """`mlora bench front`: the front process over an engine that only pretends."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from multilora_cli.bench.pretend_engine import pretend_spawn
@@ -68,3 +75,23 @@ def test_the_pretended_engine_gives_each_sequence_its_tokens_and_forgets_aborted
         send(Abort(2))
         connection.close()
         assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("what", ["front", "selftest"])
+def test_an_interrupt_ends_the_processes_without_a_word(what: str) -> None:
+    """A terminal sends Ctrl-C to all of a command's processes: they ended in tracebacks."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "multilora_cli", "bench", what, "--tokens", "9999"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not children.read_text().split():
+        assert process.poll() is None
+        time.sleep(0.05)
+    (child,) = map(int, children.read_text().split())
+    time.sleep(2)  # into their work
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == ""
+    assert not Path(f"/proc/{child}").exists()

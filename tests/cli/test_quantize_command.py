@@ -35,6 +35,15 @@ def test_fp8(base: Path, tmp_path: Path) -> None:
     assert value["output_bytes"] < value["source_bytes"]
 
 
+def test_the_demo_base_is_named_as_everywhere(tmp_path: Path) -> None:
+    """It was neither a folder nor a Hub id here, and there is none but it without a network."""
+    output = tmp_path / "demo-fp8"
+    ran = runner.invoke(app, ["quantize", "demo:base", "--to", "fp8", "-o", str(output)])
+    assert ran.exit_code == 0, ran.stderr
+    config = json.loads((output / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
 def test_perplexity_before_and_after(base: Path, tmp_path: Path) -> None:
     """FP8 moves it a little; without a text it is null."""
     text = tmp_path / "text.txt"
