@@ -56,10 +56,12 @@ class HostArena:
         return sum(size for slab in self._slabs.values() for _, size in slab.free)
 
     def prepare(self, num_bytes: int) -> None:
-        """Pin slabs ahead of use until `num_bytes` (at most the budget) are held."""
-        while self._pin and self.reserved_bytes < min(num_bytes, self.budget_bytes):
-            size = self.room_for(_ALIGNMENT)
-            if size is None:
+        """Pin slabs ahead of use until `num_bytes` (at most the budget) are held, but for a rest of
+        less than an eighth, which would lie in slivers."""
+        wanted = min(num_bytes, self.budget_bytes)
+        while self._pin and self.reserved_bytes < wanted:
+            size = self._whole_slab()
+            if size < max(_ALIGNMENT, wanted // 8):
                 return
             self.add(self.make(size))
 
@@ -98,8 +100,7 @@ class HostArena:
         size, room = _aligned(num_bytes), self.budget_bytes - self.reserved_bytes
         wanted = size
         if self._pin:
-            whole = 1 << (room.bit_length() - 1) if room > 0 else 0
-            wanted = max(_locked(size), min(self._slab_bytes, whole))
+            wanted = max(_locked(size), self._whole_slab())
             if wanted > self.budget_bytes:
                 wanted = size
         for index, slab in list(self._slabs.items()):
@@ -110,6 +111,11 @@ class HostArena:
                 del self._slabs[index]
                 self._has_dropped = self._pin
         return wanted if room >= wanted else None
+
+    def _whole_slab(self) -> int:
+        """Bytes of the largest slab that there is room for; 0: the budget is full."""
+        room = self.budget_bytes - self.reserved_bytes
+        return min(self._slab_bytes, 1 << (room.bit_length() - 1)) if room > 0 else 0
 
     def make(self, num_bytes: int) -> torch.Tensor:
         """Memory for a slab, which is not part of the arena yet. Takes 0.15 s for 256 MiB that are

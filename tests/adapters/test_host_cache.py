@@ -228,6 +228,25 @@ def test_pinned_slabs_have_the_sizes_that_torch_locks(monkeypatch: pytest.Monkey
     assert small.allocate(9 * PAGE) is not None, "one that is alone may round up"
 
 
+@pytest.mark.parametrize("budget", [300_000_000, 500_000_000, 2**28 - 1, 2**28 + 5000, 4095])
+def test_pinning_ahead_ends_whatever_the_budget(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once dropped what it had just pinned to make room for the last few bytes, for ever."""
+    made: list[int] = []
+
+    def lock(arena: HostArena, num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        assert len(made) < 20
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    monkeypatch.setattr(HostArena, "make", lock)
+    arena = HostArena(budget, pin=True)
+    arena.prepare(budget)
+    assert sum(made) == arena.reserved_bytes <= budget
+    assert arena.reserved_bytes > budget * 3 // 4 or budget < PAGE
+
+
 def test_arena_merges_and_picks_the_tightest_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Best fit, and neighbours grow together again."""
     empty = torch.empty
