@@ -9,10 +9,12 @@ from multilora_cli.cli.bench_options import BenchOptions
 from multilora_cli.cli.console import Console
 
 if TYPE_CHECKING:
-    from multilora_cli.bench.arms import Program
+    from multilora_cli.bench.arms import Program, Workload
     from multilora_cli.bench.campaign import Pass, Side
     from multilora_cli.bench.prompts import PromptStyle
     from multilora_cli.bench.target import Adapter, Fleet, Target
+
+_SAME_LOADS = ("heterogeneous", "punica", "cold-start", "churn", "smoke")  # on every server
 
 
 async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]:
@@ -28,6 +30,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
 
     slo = parse_slo(options.slo) if options.slo else None
     prompts = PromptMaker(check_style(options.prompts), options.seed, options.ignore_eos)
+    _check_early(options)
     raise_file_limit()
     async with AsyncExitStack() as stack:
         sides = await _sides(console, options, stack)
@@ -54,6 +57,23 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
         )
         passes, notes = await run_program(sides, program, settings)
     return build_report(passes, facts, notes, slo)
+
+
+def _check_early(options: BenchOptions) -> None:
+    """Refuse what is wrong on every server before minutes go into starting one. Raises BadInput."""
+    from multilora_cli.bench.arms import Room, make_program, only
+    from multilora_cli.errors import BadInput
+    from multilora_cli.sizing.hardware import find_gpu
+
+    if options.gpu is not None:
+        find_gpu(options.gpu)
+    if options.trace is not None:
+        if not options.trace.is_file():
+            raise BadInput(f"--trace {options.trace}: no such file")
+    elif options.preset in _SAME_LOADS:
+        program = make_program(options.preset, _workload(options), Room(num_adapters=2))
+        if options.compare is not None:
+            only(program, options.compare.split(","))
 
 
 def check_style(text: str) -> "PromptStyle":
@@ -174,21 +194,10 @@ def _program(
     return program if options.compare is None else only(program, options.compare.split(","))
 
 
-def _whole_program(
-    options: BenchOptions, sides: "tuple[Side, ...]", ranks: Mapping[str, int]
-) -> "Program":
-    from dataclasses import replace
+def _workload(options: BenchOptions) -> "Workload":
+    from multilora_cli.bench.arms import Workload
 
-    from multilora_cli.bench.arms import Room, Workload, fit, make_program, trace_program
-    from multilora_cli.sizing.trace import read_trace
-
-    lengths = [s.fleet.max_model_len for s in sides if s.fleet.max_model_len is not None]
-    room = Room(
-        num_adapters=min(len(side.adapters) for side in sides),
-        ranks=tuple(ranks.get(adapter.name) for adapter in sides[0].adapters),
-        max_model_len=min(lengths, default=None),
-    )
-    workload = Workload(
+    return Workload(
         requests=options.requests,
         rate=options.rate,
         concurrency=options.concurrency,
@@ -197,6 +206,23 @@ def _whole_program(
         rounds=options.rounds,
         seed=options.seed,
     )
+
+
+def _whole_program(
+    options: BenchOptions, sides: "tuple[Side, ...]", ranks: Mapping[str, int]
+) -> "Program":
+    from dataclasses import replace
+
+    from multilora_cli.bench.arms import Room, fit, make_program, trace_program
+    from multilora_cli.sizing.trace import read_trace
+
+    lengths = [s.fleet.max_model_len for s in sides if s.fleet.max_model_len is not None]
+    room = Room(
+        num_adapters=min(len(side.adapters) for side in sides),
+        ranks=tuple(ranks.get(adapter.name) for adapter in sides[0].adapters),
+        max_model_len=min(lengths, default=None),
+    )
+    workload = _workload(options)
     if options.trace is None:
         return make_program(options.preset, workload, room)
     names = [adapter.name for adapter in sides[0].adapters]

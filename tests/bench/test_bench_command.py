@@ -378,3 +378,21 @@ def test_cold_start_on_the_demo_fleet_tells_tiers(demo: Served) -> None:
     assert arms["from host memory"]["loads"] == 0 and arms["from disk"]["loads"] == 8
     assert arms["resident"]["loads"] == 0 and arms["resident"]["hit_ratio"] == 1.0
     assert [g["name"] for g in arms["after reload"]["per_tier"]] == ["warm"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--compare base,foo", "--compare foo: expected some of base, identical"),
+        ("--lengths 10", "--lengths 10: expected IN:OUT"),
+        ("--preset punica --lengths 16:16", "the preset punica has the published lengths"),
+        ("--gpu rtx-4099", "did you mean rtx-4090"),
+        ("--trace /nowhere.jsonl", "--trace /nowhere.jsonl: no such file"),
+    ],
+)
+def test_a_wrong_flag_is_told_before_a_server_is_started(flags: str, said: str) -> None:
+    """An 8B takes a minute to start: they were told after it."""
+    ran = CliRunner().invoke(app, ["bench", "fleet.example.yaml", *flags.split()])
+    assert ran.exit_code == 2
+    assert said in ran.stderr
+    assert "starting" not in ran.stderr
