@@ -98,12 +98,15 @@ def detail_table(report: Mapping[str, Any]) -> Table:
     return columns, rows
 
 
+_FIGURES = {"output_tokens_per_s": "tok/s", "ttft_mean_s": "TTFT mean", "itl_mean_s": "ITL mean"}
+
+
 def against_table(report: Mapping[str, Any]) -> Table:
     """Ratios of one server to the other, with their spread over the rounds."""
-    columns = ("workload", "metric", "ratio", "from", "to", "rounds")
+    columns = ("workload", "figure", "ratio", "from", "to", "rounds")
     rows: list[tuple[str, ...]] = [
         (
-            row["arm"], row["metric"], f"{row['mean']:.3f}", f"{row['min']:.3f}",
+            row["arm"], _FIGURES[row["metric"]], f"{row['mean']:.3f}", f"{row['min']:.3f}",
             f"{row['max']:.3f}", str(row["rounds"]),
         )
         for row in report["against"]

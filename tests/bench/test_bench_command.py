@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import multilora_cli.cli
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.stream import error_message
+from multilora_cli.bench.tables import against_table
 from multilora_cli.cli.app import app
 from multilora_cli.cli.bench_options import BenchOptions, parse_rate, pick_preset
 from multilora_cli.cli.bench_view import describe
@@ -108,6 +109,8 @@ def test_against_a_second_server_gives_ratios(server: Loopback) -> None:
     sides = [server.url.removeprefix("http://"), slower.url.removeprefix("http://")]
     assert [s["label"] for s in value["servers"]] == sides
     rows = [r for r in value["against"] if r["metric"] == "output_tokens_per_s"]
+    names = {name for _, name, *_ in against_table(value)[1]}
+    assert names == {"tok/s", "TTFT mean", "ITL mean"}  # a person's words, as in every other table
     assert [row["arm"] for row in rows] == ["base", "skewed"]
     assert all(row["rounds"] == 2 and row["min"] <= row["mean"] <= row["max"] for row in rows)
     assert server.asked == slower.asked
