@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-_ALIGNMENT = 4096
-_SLAB_BYTES = 256 * 2**20
+from multilora_cli.sizing.host_slabs import ALIGNMENT, SLAB_BYTES, aligned, slab_for, whole_slab
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class _Slab:
 class HostArena:
     """Gives out contiguous blocks within `budget_bytes`. Not thread-safe: its owner locks."""
 
-    def __init__(self, budget_bytes: int, pin: bool, slab_bytes: int = _SLAB_BYTES) -> None:
+    def __init__(self, budget_bytes: int, pin: bool, slab_bytes: int = SLAB_BYTES) -> None:
         self.budget_bytes = budget_bytes
         self._pin = pin
         self._slab_bytes = slab_bytes
@@ -60,8 +59,8 @@ class HostArena:
         less than an eighth, which would lie in slivers."""
         wanted = min(num_bytes, self.budget_bytes)
         while self._pin and self.reserved_bytes < wanted:
-            size = self._whole_slab()
-            if size < max(_ALIGNMENT, wanted // 8):
+            size = whole_slab(self.budget_bytes - self.reserved_bytes, self._slab_bytes)
+            if size < max(ALIGNMENT, wanted // 8):
                 return
             self.add(self.make(size))
 
@@ -75,7 +74,7 @@ class HostArena:
 
     def take(self, num_bytes: int) -> Extent | None:
         """A run of at least `num_bytes` in the slabs there are; None when none is long enough."""
-        size = _aligned(num_bytes)
+        size = aligned(num_bytes)
         fit = min(
             (
                 (run, index, offset)
@@ -97,12 +96,9 @@ class HostArena:
     def room_for(self, num_bytes: int) -> int | None:
         """Bytes of a new slab that holds `num_bytes`, for which unused ones make room; None: the
         budget has none."""
-        size, room = _aligned(num_bytes), self.budget_bytes - self.reserved_bytes
-        wanted = size
+        room, wanted = self.budget_bytes - self.reserved_bytes, aligned(num_bytes)
         if self._pin:
-            wanted = max(_locked(size), self._whole_slab())
-            if wanted > self.budget_bytes:
-                wanted = size
+            wanted = slab_for(num_bytes, room, self.budget_bytes, self._slab_bytes)
         for index, slab in list(self._slabs.items()):
             if room >= wanted:
                 break
@@ -111,11 +107,6 @@ class HostArena:
                 del self._slabs[index]
                 self._has_dropped = self._pin
         return wanted if room >= wanted else None
-
-    def _whole_slab(self) -> int:
-        """Bytes of the largest slab that there is room for; 0: the budget is full."""
-        room = self.budget_bytes - self.reserved_bytes
-        return min(self._slab_bytes, 1 << (room.bit_length() - 1)) if room > 0 else 0
 
     def make(self, num_bytes: int) -> torch.Tensor:
         """Memory for a slab, which is not part of the arena yet. Takes 0.15 s for 256 MiB that are
@@ -162,15 +153,6 @@ class HostArena:
                 raise ValueError(f"slab {index}: {position} of {slab.memory.numel()} bytes known")
         if any(extent.slab not in self._slabs for extent in extents):
             raise ValueError("an extent lies in a slab that is gone")
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _locked(num_bytes: int) -> int:
-    """What torch page-locks for so many bytes: the next power of two."""
-    return 1 << (num_bytes - 1).bit_length()
 
 
 def _give_back_locked() -> None:

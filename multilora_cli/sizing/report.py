@@ -19,6 +19,7 @@ from multilora_cli.sizing.device import StepSizes, cut_device
 from multilora_cli.sizing.efficiency import Step, measured, nearest
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.hardware import Gpu
+from multilora_cli.sizing.host_slabs import images_that_fit
 from multilora_cli.sizing.pages import (
     ATTENTION,
     TARGETS,
@@ -246,7 +247,7 @@ def _per_rank(request: PlanRequest, allowed: int) -> Iterator[RankRow]:
                 targets=targets,
                 cost=cost,
                 fit_hot=allowed // cost.num_pages,
-                fit_warm=warm // cost.pool_bytes,
+                fit_warm=images_that_fit(warm, cost.pool_bytes, is_locked=request.gpu is not None),
                 load_ms=load_seconds(cost.pool_bytes, request.gpu) * 1000 if request.gpu else None,
             )
 
