@@ -80,18 +80,28 @@ def test_the_pretended_engine_gives_each_sequence_its_tokens_and_forgets_aborted
 @pytest.mark.parametrize("what", ["front", "selftest"])
 def test_an_interrupt_ends_the_processes_without_a_word(what: str) -> None:
     """A terminal sends Ctrl-C to all of a command's processes: they ended in tracebacks."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "multilora_cli", "bench", what, "--tokens", "9999"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not children.read_text().split():
-        assert process.poll() is None
-        time.sleep(0.05)
-    (child,) = map(int, children.read_text().split())
-    time.sleep(2)  # into their work
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    command = [sys.executable, "-m", "multilora_cli", "bench", what, "--tokens", "9999"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=_hear_interrupts,
+    ) as process:  # fmt: skip
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            while not children.read_text().split():
+                assert process.poll() is None
+                time.sleep(0.05)
+            (child,) = map(int, children.read_text().split())
+            time.sleep(2)  # into their work
+            os.killpg(process.pid, signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert said == ""
     assert not Path(f"/proc/{child}").exists()
+
+
+def _hear_interrupts() -> None:
+    """Whoever runs the tests in the background lets them, and what they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
