@@ -6,11 +6,12 @@ What vLLM reaches on the same kind of card with the same workload is data too:
 docs/benchmarks/engine-peers-h200.jsonl. The table replaces what lies between the two markers.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from doc_tables import put, read
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -26,11 +27,6 @@ BASES = {"none": "BF16", "fp8": "FP8", "awq": "AWQ INT4"}
 BATCHES = (1, 16, 64, 256)
 
 Record = dict[str, Any]
-
-
-def read(path: Path) -> list[Record]:
-    """The JSON lines of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def steps(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
@@ -122,22 +118,8 @@ def main() -> None:
         " decodes, median; 128 tokens in, 128 out. vLLM 0.26 was measured on the same kind of card"
         " with the same workload; its records name its settings."
     )
-    body = "\n".join(
-        [
-            BEGIN,
-            source,
-            "",
-            *steps(records, peers),
-            "",
-            *pools(records, peers),
-            "",
-            *loads(records),
-            END,
-        ]
-    )
-    text = DOCUMENT.read_text()
-    start, stop = text.index(BEGIN), text.index(END) + len(END)
-    DOCUMENT.write_text(text[:start] + body + text[stop:])
+    parts = [source, "", *steps(records, peers), "", *pools(records, peers), "", *loads(records)]
+    put(DOCUMENT, BEGIN, "\n".join(parts), END)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ Peers' figures, measured on the same kind of card with the same method, are data
 docs/benchmarks/lora-peers-h200.jsonl. The table replaces what lies between the two markers.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+
+from doc_tables import put, read
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "kernels" / "README.md"
@@ -29,11 +30,6 @@ NAMES = {
 
 Record = dict[str, Any]
 Key = tuple[str, int, str, str]
-
-
-def read(path: Path) -> list[Record]:
-    """The JSON lines of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def ours(records: Iterable[Record], chip: str, variant: str = "ours") -> dict[Key, Record]:
@@ -152,15 +148,11 @@ def main() -> None:
     shared = {key: record for key, record in stand_in.items() if key not in found}
     only = "Of cells without a valid figure of the H200's choices, those of the RTX 4090's:"
     rest = [only, "", *summary(peers, shared), ""] if shared else []
-    body = "\n".join(
-        [
-            BEGIN, source, "", *summary(peers, found), "", *rest, *steps(records), "",
-            *cell_rows(peers, found, stand_in), END,
-        ]
-    )  # fmt: skip
-    text = README.read_text()
-    start, stop = text.index(BEGIN), text.index(END) + len(END)
-    README.write_text(text[:start] + body + text[stop:])
+    parts = [
+        source, "", *summary(peers, found), "", *rest, *steps(records), "",
+        *cell_rows(peers, found, stand_in),
+    ]  # fmt: skip
+    put(README, BEGIN, "\n".join(parts), END)
 
 
 if __name__ == "__main__":

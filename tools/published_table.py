@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from doc_tables import put, read
+
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RECORDS = ROOT / "docs" / "benchmarks" / "published-h200.jsonl"
@@ -24,13 +26,6 @@ NOTHING = "-"
 
 Record = Mapping[str, Any]
 Key = tuple[str, ...]
-
-
-def read(path: Path) -> list[Record]:
-    """The JSON lines of a file; none where it does not exist yet."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def punica(records: Sequence[Record], published: Mapping[str, Any]) -> list[str]:
@@ -157,15 +152,13 @@ def body(records: Sequence[Record], published: Mapping[str, Any]) -> str:
         rows = table(records, theirs) or ["Not measured yet."]
         source = f"Published: {theirs['source']}; {theirs['unit']}."
         parts += [f"#### {title}", "", *rows, "", source, *commands(records, preset), ""]
-    return "\n".join([BEGIN, *parts[:-1], END])
+    return "\n".join(parts[:-1])
 
 
 def main() -> None:
     """Rewrite the tables from the recorded lines."""
-    text = DOCUMENT.read_text()
-    start, stop = text.index(BEGIN), text.index(END) + len(END)
-    tables = body(read(RECORDS), json.loads(PUBLISHED.read_text()))
-    DOCUMENT.write_text(text[:start] + tables + text[stop:])
+    records = read(RECORDS) if RECORDS.is_file() else []  # none before the first run
+    put(DOCUMENT, BEGIN, body(records, json.loads(PUBLISHED.read_text())), END)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doc_tables import put, read
 
 from multilora_cli.engine.perplexity import base_perplexity
 from multilora_cli.errors import MloraError
@@ -135,11 +136,6 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The JSON lines of a file."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-
-
 def table(records: Iterable[dict[str, Any]]) -> str:
     """The last record of every model, device, way and calibration, beside the base."""
     last = {(r["model"], r["device"], r["way"], r["calibration"]): r for r in records}
@@ -187,14 +183,8 @@ def drift_table(records: Iterable[dict[str, Any]]) -> str:
 
 def write_table(records: list[dict[str, Any]]) -> None:
     """Put both tables between their markers in the document."""
-    text = DOCUMENT.read_text()
-    for begin, made, end in (
-        (BEGIN, table(records), END),
-        (DRIFT_BEGIN, drift_table(read(DRIFT)), DRIFT_END),
-    ):
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
-    DOCUMENT.write_text(text)
+    put(DOCUMENT, BEGIN, table(records), END)
+    put(DOCUMENT, DRIFT_BEGIN, drift_table(read(DRIFT)), DRIFT_END)
 
 
 if __name__ == "__main__":

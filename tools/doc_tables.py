@@ -1,0 +1,16 @@
+"""Recorded JSON lines, and tables made of them that lie between two markers of a document."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def put(document: Path, begin: str, body: str, end: str) -> None:
+    """Write `body` in place of what lies between the markers `begin` and `end`, lines both."""
+    before, rest = document.read_text().split(begin)
+    document.write_text(f"{before}{begin}\n{body}\n{end}{rest.split(end)[1]}")
