@@ -1,6 +1,6 @@
 """Prints the oldest libraries of command line and server that pyproject.toml allows, for pip.
 
-    pip install --target .oldest $(python tools/oldest.py)
+    pip install --target .oldest $(python tools/oldest_versions.py)
     PYTHONPATH=.oldest pytest -W default tests/cli/test_app.py tests/server
 
 Those that transformers, of the tests, wants newer are left out, and torch with what it brings.
