@@ -55,7 +55,7 @@ def serve_pretended(base: Path, vocab_size: int, gap_s: float, profile: str | No
     from multilora_cli.adapters.registry import Registry, ServedBase
     from multilora_cli.bench.pretend_engine import pretend_spawn
     from multilora_cli.server.config import ServerConfig
-    from multilora_cli.server.launch import Hooks, run_server
+    from multilora_cli.server.launch import Hooks, Served, run_server
     from multilora_cli.sizing.geometry import read_geometry
 
     config = ServerConfig(base_name="base", base_path=base, vocab_size=vocab_size, port=0)
@@ -63,7 +63,7 @@ def serve_pretended(base: Path, vocab_size: int, gap_s: float, profile: str | No
     hooks = Hooks(ready=lambda ready, url: print(url, flush=True))
 
     def serve() -> None:
-        run_server(config, registry, pretend_spawn(gap_s, vocab_size), hooks=hooks)
+        run_server(Served(config, registry, pretend_spawn(gap_s, vocab_size)), hooks)
 
     if profile is None:
         serve()

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from multilora_cli.cli.console import Console, clean
+from multilora_cli.cli.console import Console
+from multilora_cli.logs import clean
 from multilora_cli.units import format_duration
 
 if TYPE_CHECKING:

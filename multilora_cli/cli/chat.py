@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from multilora_cli.cli.console import Console, clean
+from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
+from multilora_cli.logs import clean
 
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings

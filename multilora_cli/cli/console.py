@@ -5,42 +5,20 @@ has made its control characters visible; rich is given Text objects only, never 
 """
 
 import json
+import os
 import shutil
 import sys
 import textwrap
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any, Literal
+
+from multilora_cli.errors import MloraError, reason_of
+from multilora_cli.logs import clean
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.console import RenderableType
-
-# Cc: control, Cf: format (bidi overrides, zero width), Co/Cs: private and surrogate,
-# Zl/Zp: line and paragraph separators, which some terminals obey.
-_UNSAFE = frozenset({"Cc", "Cf", "Co", "Cs", "Zl", "Zp"})
-
-
-def clean(text: object, *, keep: str = "") -> str:
-    """`text` with every character that could steer a terminal shown as its escape.
-
-    Idempotent. Characters in `keep` (such as newline and tab for a model's answer) stay.
-    """
-    source = str(text)
-    if source.isascii() and source.isprintable():
-        return source
-    return "".join(
-        char if char in keep or unicodedata.category(char) not in _UNSAFE else _visible(char)
-        for char in source
-    )
-
-
-def _visible(char: str) -> str:
-    point = ord(char)
-    if point < 0x100:
-        return f"\\x{point:02x}"
-    return f"\\u{point:04x}" if point < 0x10000 else f"\\U{point:08x}"
 
 
 class Console:
@@ -174,8 +152,8 @@ class Console:
             with Progress(*columns, console=self.rich(stderr=True), transient=True) as bars:
                 yield Phases(bars, None)
 
-    @staticmethod
-    def _write(stream: IO[str], text: str) -> None:
+    def _write(self, stream: IO[str], text: str) -> None:
+        """Raises MloraError where a result cannot be written: a full disk, for one."""
         try:
             stream.write(text)
             stream.flush()
@@ -183,9 +161,21 @@ class Console:
             encoding = getattr(stream, "encoding", None) or "ascii"
             stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
             stream.flush()
-        except (BrokenPipeError, ValueError):
-            # Whoever read us is gone (closed pipe or file); the work itself goes on.
-            return
+        except (BrokenPipeError, ValueError):  # who read us is gone; the work itself goes on
+            _abandon(stream)
+        except OSError as error:
+            _abandon(stream)
+            if stream is self._stdout:
+                raise MloraError(f"cannot write the result: {reason_of(error)}") from None
+            # of standard error there is nobody left to tell
+
+
+def _abandon(stream: IO[str]) -> None:
+    """What is buffered goes nowhere, so that the interpreter does not fail over it at its end."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 class Phases:

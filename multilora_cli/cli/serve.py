@@ -1,5 +1,6 @@
 """`mlora serve`: the fleet behind an OpenAI-compatible API."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -20,7 +22,18 @@ if TYPE_CHECKING:
     from multilora_cli.cli.startup import Startup
     from multilora_cli.engine.messages import Progress, Ready
     from multilora_cli.fleet.load import LoadedFleet
+    from multilora_cli.server.bodies import FleetBody
     from multilora_cli.server.launch import Hooks
+
+
+class LogLevel(StrEnum):
+    """From which level on events are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
 
 PHASES = {
     "base": "finding the base",
@@ -48,19 +61,24 @@ def serve(
     record: Annotated[
         Path | None, typer.Option(help="Append time, adapter and tokens of requests to a file.")
     ] = None,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="What is logged on stderr; info has a line for every request.")
+    ] = LogLevel.WARNING,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Serve a fleet: one base, its adapters, an OpenAI-compatible API.
 
-    SIGTERM or Ctrl-C finishes what was admitted; a second one stops at once. With --json one JSON
-    value says when the server is ready.
+    SIGTERM or Ctrl-C finishes what was admitted; a second one stops at once. SIGHUP has the fleet
+    file read again, as mlora apply does. With --json one JSON value says when the server is ready.
 
     Example: mlora serve fleet.yaml --port 8000
     """
     from multilora_cli.engine.process import spawn
-    from multilora_cli.server.launch import run_server
+    from multilora_cli.logs import log_to_stderr
+    from multilora_cli.server.launch import Served, run_server
 
+    log_to_stderr(getattr(logging, log_level.name))
     console = Console(as_json=as_json, quiet=quiet)
     overrides = list(settings or ())
     overrides += [f"server.host={host}"] if host is not None else []
@@ -68,13 +86,14 @@ def serve(
     overrides += [] if prefetch else ["memory.prefetch=0"]
     startup = _prepare(console, fleet, overrides, poison)
     with ExitStack() as bars:  # a start that fails, or is interrupted, takes them off the terminal
-        status = run_server(
-            replace(startup.server, record=record),
-            startup.registry,
-            lambda: spawn(startup.engine),
-            hooks=_Start(console, startup, bars).hooks(),
+        served = Served(
+            config=replace(startup.server, record=record),
+            registry=startup.registry,
+            spawn=lambda: spawn(startup.engine),
             changes=startup.changes,
+            reread=lambda: _reread(startup.loaded.path, overrides),
         )
+        status = run_server(served, _Start(console, startup, bars).hooks())
     raise typer.Exit(status)
 
 
@@ -94,6 +113,29 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
     for name, error in startup.failures:
         console.error(f"adapter {name} is not served: {error.about(name)}", error.hint)
     return startup
+
+
+def _reread(path: Path, overrides: list[str]) -> "FleetBody":
+    """The fleet file as it is now, without the flags of the start, where it is whole without them.
+
+    Raises FleetError.
+    """
+    import msgspec
+
+    from multilora_cli.cli.fleet_diff import fleet_body
+    from multilora_cli.errors import FleetError
+    from multilora_cli.fleet.load import load_fleet
+    from multilora_cli.fleet.support import check_served
+    from multilora_cli.server.bodies import FleetBody
+
+    try:
+        loaded = load_fleet(path)
+    except FleetError:
+        if not overrides:
+            raise
+        loaded = load_fleet(path, overrides)
+    check_served(loaded)
+    return msgspec.convert(fleet_body(loaded), FleetBody)
 
 
 def _can_listen(loaded: "LoadedFleet") -> None:

@@ -35,6 +35,7 @@ from multilora_cli.engine.messages import (
     ToEngine,
 )
 from multilora_cli.errors import MloraError
+from multilora_cli.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from multilora_cli.engine.engine import Engine
@@ -154,7 +155,7 @@ def main(arguments: list[str]) -> int:
     """Entry of the child: descriptor of the socket and process id of the front."""
     connection = socket.socket(fileno=int(arguments[0]))
     _tie_to_front(int(arguments[1]))
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.WARNING)
     try:
         config = read_message(connection, EngineConfig)
     except Closed:
@@ -240,9 +241,9 @@ def _tell(engine: "Engine", link: Link) -> None:
 
 
 def _tie_to_front(front_pid: int) -> None:
-    """Die with the front, and leave SIGINT and SIGTERM to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Die with the front, and leave the signals that a terminal or operator sends to it."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != front_pid:  # it died before the signal was set

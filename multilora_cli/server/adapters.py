@@ -24,6 +24,7 @@ from multilora_cli.server.threads import Threads
 _log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+_ABSENT = frozenset({"missing", "ambiguous"})  # reasons of an AdapterError: no adapter there
 _DRAIN_WAIT_S = 5.0  # an unload answers after this, even if streams still hold the adapter
 _THREADS = 8  # that read and fetch adapters; never those that tokenize
 _FRESH_S = 2.0  # a name just asked for stays: its request may not have reached the engine
@@ -446,7 +447,9 @@ def _cannot(name: str, error: MloraError) -> RequestError:
 
 
 def _refused(error: AdapterError) -> RequestError:
-    return _vllm_error(error.message + (f" ({error.hint})" if error.hint else ""))
+    """In vLLM's words: 404 where there is no such adapter, 400 where it cannot be served."""
+    message = error.message + (f" ({error.hint})" if error.hint else "")
+    return _vllm_error(message, 404 if error.reason in _ABSENT else 400)
 
 
 def _vllm_error(message: str, status: int = 400) -> RequestError:

@@ -18,13 +18,14 @@ class TextRules:
     skip_special: bool = True
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()  # those that end an answer, end of sequence included
+    told_ids: frozenset[int] = frozenset()  # those of them that the request named
 
 
 class Ending(NamedTuple):
     """How an answer ended; both None while it goes on."""
 
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string or the stop id
+    stop_reason: str | int | None = None  # stop string or id that the request named, as in vLLM
 
 
 class Growth(NamedTuple):
@@ -66,7 +67,7 @@ class Choice:
             if delta.logprobs is not None:
                 logprobs.append(delta.logprobs[place])
             if ends and place == len(delta.token_ids) - 1 and token_id in self._rules.stop_ids:
-                stop_reason = token_id
+                stop_reason = token_id if token_id in self._rules.told_ids else None
                 if not self._rules.include_stop:
                     continue
             found = self._text(token_id)

@@ -3,6 +3,7 @@
 import ipaddress
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -10,6 +11,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multilora_cli.errors import RequestError
+from multilora_cli.logs import clean
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import error_body, error_headers, internal_error
 from multilora_cli.server.ticket import ClientGone
@@ -34,7 +36,10 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        reply = _Reply(send, _request_id(scope), lambda status: self._answered(scope, status))
+        began_s = time.monotonic()
+        reply = _Reply(
+            send, _request_id(scope), lambda status: self._answered(scope, status, began_s)
+        )
         scope[REQUEST_ID] = reply.request_id.decode()
         try:
             self._check(scope)
@@ -47,10 +52,15 @@ class Guard:
             _log.exception("request %s failed", reply.request_id.decode())
             await reply.fail(internal_error())
 
-    def _answered(self, scope: Scope, status: int) -> None:
+    def _answered(self, scope: Scope, status: int, began_s: float) -> None:
+        """The status is known; a stream goes on after it."""
         self._count(status)
-        path = scope["path"][:200].encode("unicode_escape").decode()  # one line, whatever it is
-        _log.info("%s %s: %d", scope["method"], path, status)
+        if _log.isEnabledFor(logging.INFO):
+            took_ms = (time.monotonic() - began_s) * 1000
+            path = clean(scope["path"][:200])
+            _log.info(
+                "%s %s %s: %d in %.0f ms", scope[REQUEST_ID], scope["method"], path, status, took_ms
+            )
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]

@@ -2,17 +2,19 @@
 
 The port is taken before the engine starts, and answers 503 while it does. The first SIGTERM or
 SIGINT drains: admitted work goes on until the deadline, new work gets 503; then exit 0. The
-second one ends every stream with an error event and exits with 128 + its number.
+second one ends every stream with an error event and exits with 128 + its number. SIGHUP has the
+fleet file read again; in a terminal, which is closed then, it drains.
 """
 
 import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import uvicorn
 
@@ -25,6 +27,7 @@ from multilora_cli.server.client import EngineClient, Spawn
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.connection import protocol_class
 from multilora_cli.server.contract import unavailable
+from multilora_cli.server.reload import Reload, Reread
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -37,7 +40,10 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the command line shows while a server lives. Called on the event loop: be quick."""
+    """What the command line shows while a server lives. Called on the event loop: be quick.
+
+    One that raises (its terminal is gone, the disk of its log is full) is logged and harms nothing.
+    """
 
     listening: Callable[[str], None] = _nothing  # the URL; answers 503 until ready
     progress: Callable[[Progress], None] = _nothing
@@ -47,12 +53,13 @@ class Hooks:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server is made of; `changes` are the operators' since the fleet file was written."""
+    """What a server is made of."""
 
     config: ServerConfig
     registry: Registry
     spawn: Spawn
-    changes: RuntimeChanges | None = None
+    changes: RuntimeChanges | None = None  # by operators, since the fleet file was written
+    reread: Reread | None = None  # the fleet file as it is now, for SIGHUP
 
 
 class Shutdown:
@@ -61,6 +68,7 @@ class Shutdown:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.reload = asyncio.Event()
         self.signum = 0
 
     def request(self, signum: int = signal.SIGTERM) -> None:
@@ -77,22 +85,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run_server(
-    config: ServerConfig,
-    registry: Registry,
-    spawn: Spawn,
-    *,
-    hooks: Hooks | None = None,
-    changes: RuntimeChanges | None = None,
-) -> int:
+def run_server(served: Served, hooks: Hooks | None = None) -> int:
     """Serve until a signal; the exit status.
 
     Raises AddressInUse before anything is started, ModelError for an unusable tokenizer or
     template, and what the engine said where it cannot start.
     """
-    listener = bind(config.host, config.port)
-    with listener:
-        served = Served(config, registry, spawn, changes)
+    with bind(served.config.host, served.config.port) as listener:
         return asyncio.run(_main(served, hooks or Hooks(), listener))
 
 
@@ -124,6 +123,11 @@ async def _main(served: Served, hooks: Hooks, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, shutdown.request, signum)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        if os.isatty(0):
+            loop.add_signal_handler(signal.SIGHUP, shutdown.request, signal.SIGHUP)
+        else:
+            loop.add_signal_handler(signal.SIGHUP, shutdown.reload.set)
     return await serve(served, listener, shutdown, hooks)
 
 
@@ -139,20 +143,39 @@ async def serve(served: Served, listener: socket.socket, shutdown: Shutdown, hoo
         await client.stop()
         raise
     url = f"http://{_shown(config.host, listener.getsockname()[1])}"
-    client.on_progress.append(hooks.progress)
-    client.on_ready.append(lambda ready: hooks.ready(ready, url))
+    shown = _shielded(hooks)
+    client.on_progress.append(shown.progress)
+    client.on_ready.append(lambda ready: shown.ready(ready, url))
     server = _server(front)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     front.start()
-    hooks.listening(url)
+    if served.reread is not None:
+        reload = Reload(front.fleet, front.metrics, served.reread)
+        front.adapters.background(reload.run(shutdown.reload))
+    shown.listening(url)
     try:
-        status = await _live(client, shutdown, config.drain_s, hooks, serving)
+        status = await _live(client, shutdown, config.drain_s, shown, serving)
     finally:
         await client.stop()
         server.should_exit = True
         await serving
         front.close()
     return status
+
+
+def _shielded(hooks: Hooks) -> Hooks:
+    """The same hooks, with what they raise logged: nothing that is shown may end what is served."""
+
+    def shield(hook: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: object) -> None:
+            try:
+                hook(*arguments)
+            except Exception as error:
+                _log.error("cannot show what happens: %s", error)
+
+        return call
+
+    return Hooks(*(shield(getattr(hooks, each.name)) for each in fields(Hooks)))
 
 
 async def _live(

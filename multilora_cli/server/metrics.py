@@ -153,6 +153,12 @@ class Metrics:
         self.replies = Counter(
             "mlora_http_replies", "HTTP replies by status.", ("status",), registry=self.registry
         )
+        self.reloads = Counter(
+            "mlora_fleet_reloads",
+            "Times the fleet file was read again by SIGHUP.",
+            ("outcome",),
+            registry=self.registry,
+        )
 
     def ended(self, reason: str) -> None:
         """A request ended; `reason` is a finish reason, abort or error."""

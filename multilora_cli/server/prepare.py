@@ -122,9 +122,9 @@ class Texts:
             param = param if len(given) > 1 else "reasoning_effort"
         known = self.template.variables - _RESERVED if self.template else frozenset()
         if set(given) - known:
+            reads = f"reads only {', '.join(sorted(known))}" if known else "reads no variables"
             raise RequestError(
-                f"{param}: the {self.template_owner}'s chat template reads only"
-                f" {', '.join(sorted(known)) or 'no such variables'}",
+                f"{param}: the {self.template_owner}'s chat template {reads}",
                 code="unsupported_parameter",
                 param=param,
             )
@@ -201,6 +201,7 @@ class Texts:
             skip_special=body.skip_special_tokens is not False,
             min_tokens=min_tokens,
             stop_ids=frozenset(ends),
+            told_ids=frozenset(body.stop_token_ids or ()),
         )
 
     def _frame(self, request: "_Request") -> Frame:

@@ -1,12 +1,14 @@
 """Raw bytes of a request to checked values: strict JSON, closed fields, no echo of input."""
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from multilora_cli.engine.messages import SamplingParams
 from multilora_cli.errors import RequestError
@@ -38,7 +40,7 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
     try:
         body = msgspec.json.decode(raw, type=kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        raise _invalid(error, kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise RequestError("the body is not valid JSON in UTF-8", code="invalid_json") from None
     fields = _scan(raw)
@@ -116,11 +118,14 @@ def _unknown(name: str, own: Iterable[str], generates: bool, where: str = "") ->
     )
 
 
-def _invalid(error: msgspec.ValidationError) -> RequestError:
+def _invalid(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> RequestError:
     match = _PLACE.fullmatch(str(error))
     problem, path = (match["problem"], match["path"]) if match else ("invalid value", None)
     if problem.startswith("Object contains unknown field"):
         problem = "Unknown field"  # its name would be an echo
+    if problem.startswith("Invalid enum value"):  # and so would that value
+        known = _words(kind).get((path or "").rpartition(".")[2], ())
+        problem = "Expected " + " or ".join(map(repr, known)) if known else "Invalid value"
     param = (path or "").lstrip(".")[:200] or None
     text = problem[:1].lower() + problem[1:200]
     return RequestError(
@@ -128,6 +133,28 @@ def _invalid(error: msgspec.ValidationError) -> RequestError:
         code="invalid_type" if "got `" in problem else "invalid_value",
         param=param,
     )
+
+
+@functools.cache
+def _words(kind: type[msgspec.Struct]) -> dict[str, tuple[object, ...]]:
+    """What fields of a body, nested ones included, may say, where that is a list of words."""
+    found: dict[str, tuple[object, ...]] = {}
+
+    def look(field: str, shape: object) -> None:
+        match shape:
+            case inspect.StructType(fields=fields):
+                for each in fields:
+                    look(each.name, each.type)
+            case inspect.UnionType(types=types):
+                for each_type in types:
+                    look(field, each_type)
+            case inspect.ListType(item_type=item) | inspect.Metadata(type=item):
+                look(field, item)
+            case inspect.LiteralType(values=values):
+                found[field] = values
+
+    look("", inspect.type_info(kind))
+    return found
 
 
 def select_adapter(body: Generate, base_name: str) -> str | None:

@@ -2,10 +2,14 @@
 
 import io
 import json
+import logging
+import subprocess
+import sys
 
 import pytest
 
-from multilora_cli.cli.console import Console, clean
+from multilora_cli.cli.console import Console
+from multilora_cli.logs import OneLine, clean
 from multilora_cli.units import format_duration, format_size
 
 HOSTILE = [
@@ -114,6 +118,40 @@ def test_a_closed_reader_does_not_end_the_work() -> None:
     console, stream = written()
     stream.close()
     console.line("nobody reads this")
+
+
+def test_a_result_that_cannot_be_written_is_an_error_and_a_note_is_none() -> None:
+    """F50: a full disk behind `mlora plan > file` is told once and leaves nothing for the end of
+    the interpreter to fail over; of standard error nobody is left to be told."""
+    command = [sys.executable, "-m", "multilora_cli", "schema"]
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        "error: cannot write the result: No space left on device\n",
+    )
+    with open("/dev/full", "w") as full:
+        Console(stdout=io.StringIO(), stderr=full).note("told to nobody")
+
+
+def test_logged_events_are_single_lines_without_control_characters() -> None:
+    """F100, F101: also where names and errors come from outside, also with a traceback."""
+    stream = io.StringIO()
+    log = logging.Logger("hostile")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    for text in HOSTILE:
+        log.error("adapter %s", text)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == len(HOSTILE) and own_bytes_only(stream.getvalue())
+    try:
+        raise ValueError("a\x1b[31m\nb")
+    except ValueError:
+        log.exception("failed\nover")
+    assert own_bytes_only(stream.getvalue())
+    assert "ERROR hostile: failed\\x0aover\n" in stream.getvalue()
+    assert "Traceback" in stream.getvalue()
 
 
 def test_a_terminal_that_cannot_show_a_character_gets_its_escape() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from multilora_cli.errors import MloraError
-from multilora_cli.server.launch import Hooks, run_server
+from multilora_cli.server.launch import Hooks, Served, run_server
 from tests.fakes import Behaviour, spawn_process, tiny_config, tiny_registry
 
 
@@ -37,7 +37,7 @@ def main() -> int:
     drain_s = float(sys.argv[4]) if len(sys.argv) > 4 else 10.0
     config = tiny_config(folder, port=port, drain_s=drain_s)
     try:
-        return run_server(config, tiny_registry(folder), remember, hooks=hooks)
+        return run_server(Served(config, tiny_registry(folder), remember), hooks)
     except MloraError as error:
         sys.stderr.write(error.message + "\n")
         return error.exit_code

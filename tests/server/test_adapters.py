@@ -123,6 +123,21 @@ def test_bad_calls(http, server, path, body, status):
     assert set(names(http)) == {"demo", "upper", "acme/legal"}
 
 
+def test_what_is_not_there_is_404(http, server):
+    """API 2.1: no folder, or none with an adapter in it, is vLLM's NotFoundError; what is there
+    and cannot be served is 400."""
+    (server.folder / "hollow").mkdir(exist_ok=True)
+    write_adapter(server.folder / "weightless", seed=1).joinpath(
+        "adapter_model.safetensors"
+    ).unlink()
+    for path in ("no-such", "hollow", "weightless", "adapters"):
+        error = error_of(load(http, "x", path), 404)
+        assert (error["type"], error["code"]) == ("NotFoundError", 404)
+    write_adapter(server.folder / "wrong", seed=1, peft_type="IA3")
+    error = error_of(load(http, "x", "wrong"))
+    assert (error["type"], error["code"]) == ("InvalidUserInput", 400)
+
+
 def test_paths_that_may_not_be_read(http, server, tmp_path):
     """A-SEC-01, A-RUN-02, A-API-05: only real folders below a root; nothing else is touched."""
     outside = write_adapter(tmp_path / "outside", seed=1)
@@ -136,7 +151,9 @@ def test_paths_that_may_not_be_read(http, server, tmp_path):
         "adapters/upper/adapter_config.json", "$HOME", "%2e%2e/etc", "..\\..\\etc", "\u202e",
     ]  # fmt: skip
     for path in paths:
-        error = error_of(load(http, "x", path))
+        reply = load(http, "x", path)
+        error = error_of(reply, reply.status_code)
+        assert reply.status_code in (400, 404)
         assert "root:" not in error["message"]
         assert len(error["message"]) < 6000
     assert "x" not in names(http)

@@ -266,6 +266,7 @@ def test_what_must_not_pass(tmp_path):
         ({"tool": []}, "tool", "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"modalities": ["audio"]}, "modalities", "not supported"),
     ],
 )
 def test_messages_name_field_and_range(tmp_path, body, param, words):
@@ -282,6 +283,37 @@ def test_messages_name_field_and_range(tmp_path, body, param, words):
                 assert error["type"] == "invalid_request_error"
 
     asyncio.run(run())
+
+
+def test_words_that_are_none_are_not_repeated(tmp_path):
+    """RELIABILITY 3.4: no echo of input; the words that there are are told instead."""
+    long = "\u001b[31mSECRET" * 20
+
+    async def run():
+        async with InProcess(tmp_path) as app:
+            told = []
+            for message in (
+                {"role": long, "content": "x"},
+                {"role": "user", "content": [{"type": long, "text": "x"}]},
+            ):
+                reply = await app.http.post(
+                    "/v1/chat/completions", json={**CHAT, "messages": [message]}
+                )
+                assert reply.status_code == 400 and "SECRET" not in reply.text
+                told.append(reply.json()["error"]["message"])
+            reply = await app.http.post(
+                "/v1/fleet",
+                json={"settings": {}, "patterns": [],
+                      "adapters": [{"name": "a", "source": "x", "pin": long}]},
+            )  # fmt: skip
+            assert reply.status_code == 400 and "SECRET" not in reply.text
+            return [*told, reply.json()["error"]["message"]]
+
+    assert asyncio.run(run()) == [
+        "messages[0].role: expected 'assistant' or 'developer' or 'system' or 'user'",
+        "messages[0].content[0].type: expected 'text'",
+        "adapters[0].pin: expected 'hot' or 'warm'",
+    ]
 
 
 async def _kinds(folder) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from multilora_cli.errors import AddressInUse, BadInput, ModelError
-from multilora_cli.server.launch import bind, run_server
+from multilora_cli.server.launch import Served, bind, run_server
 from tests.fakes import Behaviour, Spawner, tiny_config, tiny_registry
 from tests.server.test_chat import chat, error_of
 from tests.server.test_streams import wait_for
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_engine_that_was_begun(tmp_path
         return process, connection
 
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
-        run_server(config, tiny_registry(tmp_path), spawn)
+        run_server(Served(config, tiny_registry(tmp_path), spawn))
     assert [process.wait(10) for process in processes] == [0]
 
 
