@@ -1,48 +1,145 @@
-"""What hot adapters that nobody runs give to the evictor."""
+"""What hot adapters that nobody runs give to the evictor.
 
-from collections.abc import Callable, Mapping
+The pool is full most of the time: cached prefixes fill it. So every page that a sequence needs asks
+what leaves for it, with a thousand adapters on the device. Idle ones are therefore kept in order,
+and only those that changed since the last question are looked at again.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
 
 from multilora_cli.adapters.residency_entry import NOBODY, Entry
+from multilora_cli.memory.page_pool import IntegrityError
 
 _WANTED = 1 << 20  # an idle adapter that somebody waits for leaves after all others
 
+Rank = tuple[float, ...]
+
 
 class IdleAdapters:
-    """The eviction source over the placed adapters; `evict` moves one down to warm."""
+    """The eviction source over the placed adapters; `evict` moves one down to warm.
 
-    def __init__(self, placed: Mapping[str, Entry], evict: Callable[[Entry], None]) -> None:
-        self._placed = placed
+    Adapters that nobody waits for leave by priority and score; then those that are waited for, the
+    one whose turn comes last first.
+    """
+
+    def __init__(self, evict: Callable[[Entry], None]) -> None:
         self._evict = evict
+        self._changed: set[Entry] = set()
+        self._unwanted = _Ranked()
+        self._wanted = _Ranked()
 
-    def evictable_pages(self, order: int) -> int:
-        """Pages that a sequence of arrival `order` may take."""
-        return sum(
-            len(entry.placement.pages)
-            for entry in self._placed.values()
-            if entry.placement is not None and _is_idle(entry, order)
-        )
+    def changed(self, entry: Entry) -> None:
+        """To be called after every change of state, leases, pin, priority or score."""
+        self._changed.add(entry)
+
+    def evictable_pages(self, order: int, enough: int) -> int:
+        """Pages that a sequence of arrival `order` may take; counting ends at `enough`."""
+        self._take_in()
+        pages = self._unwanted.pages
+        for entry, held in self._wanted:
+            if pages >= enough:
+                break
+            pages += held if entry.waiting_order() > order else 0
+        return pages
 
     def cheapest(self, order: int) -> tuple[int, float] | None:
         """(priority, score) of the adapter that would leave first."""
-        best = self._cheapest(order)
-        return None if best is None else _rank(best)
+        entry = self._cheapest(order)
+        if entry is None:
+            return None
+        wanted = _WANTED if entry.waiting_order() < NOBODY else 0
+        return entry.priority + wanted, entry.score
 
     def evict_cheapest(self, order: int) -> None:
         """Let that adapter go."""
-        best = self._cheapest(order)
-        if best is not None:
-            self._evict(best)
+        entry = self._cheapest(order)
+        if entry is not None:
+            self._evict(entry)
+
+    def check_integrity(self, placed: Iterator[Entry]) -> None:
+        """Every idle adapter of `placed`, and no other, is on offer under its present rank."""
+        self._take_in()
+        idle = {entry for entry in placed if entry.is_idle}
+        unwanted = {entry for entry in idle if entry.waiting_order() == NOBODY}
+        for ranked, expected in ((self._unwanted, unwanted), (self._wanted, idle - unwanted)):
+            ranks = {entry: _rank(entry) for entry in expected}
+            if ranked.ranks() != ranks or ranked.pages != sum(map(_pages, expected)):
+                names = sorted(entry.version.name for entry in expected)
+                raise IntegrityError(f"idle adapters are not these, or not by rank: {names}")
 
     def _cheapest(self, order: int) -> Entry | None:
-        idle = [entry for entry in self._placed.values() if _is_idle(entry, order)]
-        return min(idle, key=_rank) if idle else None
+        self._take_in()
+        entry = self._unwanted.first()
+        if entry is None:
+            entry = self._wanted.first()
+            if entry is not None and entry.waiting_order() <= order:
+                return None
+        return entry
+
+    def _take_in(self) -> None:
+        for entry in self._changed:
+            wanted = entry.waiting_order() < NOBODY
+            for ranked, fits in ((self._wanted, wanted), (self._unwanted, not wanted)):
+                if fits and entry.is_idle:
+                    ranked.put(entry, _rank(entry), _pages(entry))
+                else:
+                    ranked.remove(entry)
+        self._changed.clear()
 
 
-def _is_idle(entry: Entry, order: int) -> bool:
-    """Nobody runs it, nothing pins it, and nobody who arrived by `order` waits for it."""
-    return entry.is_idle and entry.waiting_order() > order
+def _rank(entry: Entry) -> Rank:
+    order = entry.waiting_order()
+    return (entry.priority, entry.score) if order == NOBODY else (-order,)
 
 
-def _rank(entry: Entry) -> tuple[int, float]:
-    wanted = _WANTED if entry.waiting_order() < NOBODY else 0
-    return entry.priority + wanted, entry.score
+def _pages(entry: Entry) -> int:
+    return len(entry.placement.pages) if entry.placement is not None else 0
+
+
+class _Ranked:
+    """Entries by rank, lowest first, and the pages they hold together."""
+
+    def __init__(self) -> None:
+        self.pages = 0
+        self._items: dict[Entry, tuple[Rank, int, int]] = {}  # rank, ticket, pages
+        self._heap: list[tuple[Rank, int, Entry]] = []  # with entries that are out of date
+        self._ticket = 0
+
+    def __iter__(self) -> Iterator[tuple[Entry, int]]:
+        return ((entry, pages) for entry, (_, _, pages) in self._items.items())
+
+    def ranks(self) -> dict[Entry, Rank]:
+        """The rank of every entry."""
+        return {entry: rank for entry, (rank, _, _) in self._items.items()}
+
+    def put(self, entry: Entry, rank: Rank, pages: int) -> None:
+        """Add `entry`, or give it another place."""
+        known = self._items.get(entry)
+        if known is not None and (known[0], known[2]) == (rank, pages):
+            return
+        self.remove(entry)
+        self._ticket += 1
+        self._items[entry] = (rank, self._ticket, pages)
+        self.pages += pages
+        if len(self._heap) > 4 * len(self._items) + 64:
+            self._heap = [(r, ticket, e) for e, (r, ticket, _) in self._items.items()]
+            heapq.heapify(self._heap)
+        else:
+            heapq.heappush(self._heap, (rank, self._ticket, entry))
+
+    def remove(self, entry: Entry) -> None:
+        """Forget `entry`, if it is here."""
+        known = self._items.pop(entry, None)
+        if known is not None:
+            self.pages -= known[2]
+
+    def first(self) -> Entry | None:
+        """The entry of the lowest rank."""
+        while self._heap:
+            _, ticket, entry = self._heap[0]
+            known = self._items.get(entry)
+            if known is not None and known[1] == ticket:
+                return entry
+            heapq.heappop(self._heap)
+        return None

@@ -65,7 +65,7 @@ class Residency:
         self._entries: dict[str, Entry] = {}
         self._placed: dict[str, Entry] = {}  # copying or hot
         self.prefetch = Prefetch(prefetch_bytes_per_s, now)
-        self.idle = IdleAdapters(self._placed, self._evict_idle)
+        self.idle = IdleAdapters(self._evict_idle)
         self._pending = Pending()
         self._serial = 0
         self._pinned = 0  # pages of hot pinned adapters
@@ -87,7 +87,7 @@ class Residency:
         self._serial += 1
         lease = Lease(version.digest, order, self._serial)
         entry.leases.add(lease)
-        entry.leases_changed()
+        self._leases_changed(entry)
         self._pending.add(entry)
         return lease
 
@@ -100,7 +100,7 @@ class Residency:
             raise IntegrityError(f"adapter {lease.digest[:12]} acquired twice by one lease")
         lease.running = True
         entry.running += 1
-        entry.leases_changed()
+        self._leases_changed(entry)
         entry.hits += 1
         self.prefetch.used(entry)
         self._touch(entry)
@@ -122,7 +122,7 @@ class Residency:
         entry = self._entries[lease.digest]
         self._stop(entry, lease)
         entry.leases.remove(lease)
-        entry.leases_changed()
+        self._leases_changed(entry)
         lease.released = True
         self._holds.unhold(entry)
 
@@ -154,7 +154,7 @@ class Residency:
     def reorder(self, lease: Lease, order: int) -> None:
         """The sequence's place in the order changed while it waits."""
         lease.order = order
-        self._entries[lease.digest].leases_changed()
+        self._leases_changed(self._entries[lease.digest])
 
     def pages_needed(self, lease: Lease) -> int:
         """Pages the adapter has yet to take; 0 while unknown."""
@@ -196,6 +196,7 @@ class Residency:
             self._reset(entry)
         entry.pin = pin or entry.pin
         entry.priority = priority
+        self.idle.changed(entry)
         self._recount_pins()
         if entry.pin is not None:
             self._warm.pin(entry.digest, True)
@@ -222,7 +223,7 @@ class Residency:
             self._done.append(Done(call.call_id, self._standing(entry), reason))
         entry.calls.clear()
         entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
-        entry.leases_changed()
+        self._leases_changed(entry)
         self._pending.add(entry)
 
     # ---- between steps
@@ -307,6 +308,7 @@ class Residency:
             raise IntegrityError("the list of placed adapters is wrong")
         placements = [e.placement for e in self._placed.values() if e.placement is not None]
         self._hot.check_integrity(placements)
+        self.idle.check_integrity(iter(self._placed.values()))
 
     # ---- one entry
 
@@ -352,6 +354,7 @@ class Residency:
             self._set_state(entry, State.HOT)
         if entry.state is State.HOT and placement.copy.done():
             self._holds.release(entry)
+            self.idle.changed(entry)
 
     def _finish_drains(self, entry: Entry) -> None:
         while entry.drains and not entry.is_moving:
@@ -365,7 +368,7 @@ class Residency:
             if drain.purge:
                 pages += self.purge(entry.digest)
             entry.drains.pop(0)
-            entry.leases_changed()
+            self._leases_changed(entry)
             entry.uses = 0.0  # an operator sent it away: only new requests make it popular again
             standing = self._standing(entry)
             unused = not (entry.drains or entry.leases or entry.calls or entry.pin)
@@ -424,7 +427,8 @@ class Residency:
         assert entry.image is not None
         entry.placement = self._hot.start(entry.image)
         self._placed[entry.digest] = entry
-        self._recount_pins()
+        if entry.pin == "hot":
+            self._recount_pins()
         self._set_state(entry, State.COPYING)
 
     def _evict_idle(self, entry: Entry) -> None:
@@ -439,7 +443,8 @@ class Residency:
         entry.placement = None
         entry.is_guess = False
         del self._placed[entry.digest]
-        self._recount_pins()
+        if entry.pin == "hot":
+            self._recount_pins()
         self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)
         if entry.demand() is not None:
             self._pending.add(entry)
@@ -464,13 +469,18 @@ class Residency:
             return
         lease.running = False
         entry.running -= 1
-        entry.leases_changed()
+        self._leases_changed(entry)
         self._touch(entry)
         self._pending.add(entry)
+
+    def _leases_changed(self, entry: Entry) -> None:
+        entry.leases_changed()
+        self.idle.changed(entry)
 
     def _touch(self, entry: Entry) -> None:
         is_warm = self._warm.nbytes(entry.digest) > 0
         entry.touch(self._now(), self._rule, is_warm=is_warm)
+        self.idle.changed(entry)
 
     def _drop_image(self, entry: Entry) -> int:
         freed = self._holds.drop(entry)
@@ -496,4 +506,5 @@ class Residency:
     def _set_state(self, entry: Entry, state: State) -> None:
         if state is not entry.state:
             entry.state = state
+            self.idle.changed(entry)
             self._events.append(self._standing(entry))

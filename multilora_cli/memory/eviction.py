@@ -44,8 +44,8 @@ class EvictionSource(Protocol):
     arrived earlier is not offered to it, so that the oldest always gets on.
     """
 
-    def evictable_pages(self, order: int) -> int:
-        """Pages that could be given back now."""
+    def evictable_pages(self, order: int, enough: int) -> int:
+        """Pages that could be given back now; counting may end at `enough`."""
         ...
 
     def cheapest(self, order: int) -> tuple[int, float] | None:
@@ -82,29 +82,32 @@ class Evictor:
         if self._pool.available(use) >= count:
             return True
         sources = (*self._prefixes, *self._adapters)
-        if self._reclaimable(sources, order) < count:
+        if not self._could_have(sources, count, order):
             return False
         self._evict(sources, count, order)
         return True
 
-    def room_after_eviction(self, order: int = ANYONE) -> int:
-        """Pages that KV could have at most now."""
-        return self._reclaimable((*self._prefixes, *self._adapters), order)
+    def could_have(self, count: int, order: int = ANYONE) -> bool:
+        """Whether evictions would leave `count` pages for KV now."""
+        return self._could_have((*self._prefixes, *self._adapters), count, order)
 
     def _room_for_adapter(self, count: int, order: int) -> bool:
         over = self._pool.count(PageUse.ADAPTER) + count - self.adapter_limit
-        idle = sum(source.evictable_pages(order) for source in self._adapters)
+        idle = sum(source.evictable_pages(order, over) for source in self._adapters)
         sources = (*self._prefixes, *self._adapters)
-        if over > idle or self._reclaimable(sources, order) < count:
+        if over > idle or not self._could_have(sources, count, order):
             return False
         while self._pool.count(PageUse.ADAPTER) + count > self.adapter_limit:
             self._evict_from(self._adapters, order)
         self._evict(sources, count, order)
         return self._pool.available(PageUse.ADAPTER) >= count
 
-    def _reclaimable(self, sources: Sequence[EvictionSource], order: int) -> int:
-        free = self._pool.available(PageUse.KV)
-        return free + sum(source.evictable_pages(order) for source in sources)
+    def _could_have(self, sources: Sequence[EvictionSource], count: int, order: int) -> bool:
+        missing = count - self._pool.available(PageUse.KV)
+        for source in sources:
+            if missing > 0:
+                missing -= source.evictable_pages(order, missing)
+        return missing <= 0
 
     def _evict(self, sources: Sequence[EvictionSource], count: int, order: int) -> None:
         while self._pool.available(PageUse.KV) < count:

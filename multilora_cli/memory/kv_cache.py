@@ -66,7 +66,7 @@ class KVCache:
         missing = pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
-        if spare and self._evictor.room_after_eviction(order) < missing + spare:
+        if spare and not self._evictor.could_have(missing + spare, order):
             return False
         if not self._evictor.make_room(missing, PageUse.KV, order):
             return False

@@ -127,7 +127,7 @@ class PrefixCache:
                 queue.append(parent)
         return dropped
 
-    def evictable_pages(self, order: int) -> int:
+    def evictable_pages(self, order: int, enough: int) -> int:
         """Pages of blocks that no sequence holds."""
         return self._idle
 

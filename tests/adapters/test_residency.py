@@ -8,8 +8,10 @@ import pytest
 
 from multilora_cli.adapters import hot_tier
 from multilora_cli.adapters.lease import Lease, State
+from multilora_cli.adapters.residency_entry import Entry
 from multilora_cli.memory.page_pool import IntegrityError, PageUse
 from tests.engine.bookkeeping_kit import PAGE, Books, FakeVersion
+from tests.memory.test_eviction import cached_prefix
 
 VERSIONS = [FakeVersion(f"d{i}", pages) for i, pages in enumerate((1, 2, 3, 5, 8, 13, 25))]
 
@@ -201,9 +203,9 @@ def test_random_walk_of_a_million() -> None:
     _walk(1_000_000)
 
 
-def settle(books: Books) -> None:
+def settle(books: Books, polls: int = 50) -> None:
     """Let every load and copy that can end, end."""
-    for _ in range(50):
+    for _ in range(polls):
         while books.loaders.jobs:
             books.loaders.run_one(random.Random(0))
         books.residency.poll()
@@ -298,6 +300,47 @@ def test_a_pinned_adapter_never_leaves_for_others() -> None:
     left = [event for event in books.residency.take_events() if event.digest == pinned.digest]
     assert [event.state for event in left][-1] is State.HOT and books.residency.evictions > 4
     assert sum(event.state is State.HOT for event in left) == 1, "it went and came back"
+
+
+def test_a_full_pool_costs_no_look_at_every_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is full of cached prefixes sooner or later; then every page evicts another. With a
+    thousand adapters on the device a look at each of them took 1 ms a page, half a step."""
+    books = Books(num_pages=1_500, num_slots=1_001, host_pages=1_000, kv_reserve=0.0)
+    for index in range(1_000):
+        books.residency.load(index, FakeVersion(f"a{index}", 1), index, hot=True)
+    settle(books, 2_000)
+    assert books.pool.count(PageUse.ADAPTER) == 1_000
+    cached_prefix(books.pool, books.prefixes, 499, 0)
+    looks = 0
+    waiting_order = Entry.waiting_order
+
+    def counted(entry: Entry) -> int:
+        nonlocal looks
+        looks += 1
+        return waiting_order(entry)
+
+    assert books.evictor.make_room(1, PageUse.KV, 1)
+    monkeypatch.setattr(Entry, "waiting_order", counted)
+    for page in range(2, 500):
+        assert books.evictor.make_room(page, PageUse.KV, 1)
+        lease = books.residency.lease(FakeVersion("a1", 1), page)
+        books.residency.acquire(lease)
+        books.residency.release(lease)
+    assert books.prefixes.evictions + books.residency.evictions == 499
+    assert looks < 20 * 499
+
+
+def test_of_adapters_that_are_waited_for_the_last_in_turn_leaves_first() -> None:
+    books = Books(num_slots=3)
+    books.residency.load(1, VERSIONS[0], 1, hot=True)
+    books.residency.load(2, VERSIONS[1], 2, hot=True)
+    settle(books)
+    for order, version in ((20, VERSIONS[0]), (10, VERSIONS[1])):
+        books.residency.lease(version, order)
+    assert books.evictor.make_room(37, PageUse.KV, 15)
+    assert state_of(books, VERSIONS[0]) is State.WARM
+    assert state_of(books, VERSIONS[1]) is State.HOT
+    assert not books.evictor.make_room(38, PageUse.KV, 15), "its turn comes before"
 
 
 def test_priority_is_evicted_later() -> None:

@@ -34,7 +34,7 @@ class OneAdapter:
         self.pages = self.pool.allocate(count, PageUse.ADAPTER)
         self.score = self.rule.score(uses, reload_s, count)
 
-    def evictable_pages(self, order: int) -> int:
+    def evictable_pages(self, order: int, enough: int) -> int:
         """All of it."""
         return len(self.pages)
 
