@@ -57,7 +57,7 @@ def measure(fleet: Path) -> dict[str, float]:
     from multilora_cli.cli.startup import prepare
 
     before_mb, began_s, began_cpu_s = _resident_mb(), time.perf_counter(), time.process_time()
-    startup = prepare(fleet, report=lambda phase, done, total: None)
+    startup = prepare(fleet)
     if startup.failures:
         raise SystemExit(f"{startup.failures[0][0]}: {startup.failures[0][1].message}")
     return {

@@ -41,6 +41,7 @@ class Api:
     """An HTTP client of one server; use as an async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        """`url`: without `/v1`, as `server_url` gives it."""
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url
         self._http = httpx.AsyncClient(
@@ -55,18 +56,15 @@ class Api:
 
     async def get(self, path: str) -> Any:
         """The JSON at `path`. Raises MloraError."""
-        try:
-            response = await self._http.get(path)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
-        if response.is_error:
-            raise _error_of(response.status_code, response.content)
-        return response.json()
+        return await self._ask("GET", path)
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that `path` answers to `body`. Raises MloraError."""
+        return await self._ask("POST", path, body)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
-            response = await self._http.post(path, json=body)
+            response = await self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if response.is_error:

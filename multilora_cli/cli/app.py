@@ -11,10 +11,9 @@ from typer.core import TyperGroup
 
 from multilora_cli import __version__
 from multilora_cli.cli import (
-    apply,
     bench,
     chat,
-    diff,
+    fleet_diff,
     listing,
     lock,
     plan,
@@ -81,8 +80,8 @@ for _panel, _name, _command in (
     (RUN, "serve", serve.serve),
     (RUN, "chat", chat.chat),
     (OPERATE, "list", listing.list_adapters),
-    (OPERATE, "diff", diff.diff),
-    (OPERATE, "apply", apply.apply),
+    (OPERATE, "diff", fleet_diff.diff),
+    (OPERATE, "apply", fleet_diff.apply),
     (OPERATE, "warm", tiers.warm),
     (OPERATE, "evict", tiers.evict),
 ):

@@ -1,18 +1,18 @@
 """Where a fleet's base is, and what its compute dtype and storage will be. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilora_cli.errors import ModelError
 from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.progress import Report, silent
 
 if TYPE_CHECKING:
     from multilora_cli.adapters.store import DiskStore
     from multilora_cli.fleet.schema import Adapter
 
 DEMO_BASE = "demo:base"
-Report = Callable[[str, int, int], None]
 
 
 def cache_folder() -> Path:
@@ -67,7 +67,7 @@ def compute_itemsize(loaded: LoadedFleet, *, has_card: bool) -> int:
     return 4 if dtype == "float32" or (dtype == "auto" and not has_card) else 2
 
 
-def fetch_base(loaded: LoadedFleet, progress: Report | None = None) -> Path:
+def fetch_base(loaded: LoadedFleet, report: Report = silent) -> Path:
     """The base's folder, fetched from the Hub where it is not local. Raises MloraError."""
     folder = local_base(loaded)
     if folder is not None:
@@ -75,7 +75,7 @@ def fetch_base(loaded: LoadedFleet, progress: Report | None = None) -> Path:
     from multilora_cli.models.hub import fetch_model
 
     base = loaded.fleet.base
-    return fetch_model(base.model, base.revision, progress)
+    return fetch_model(base.model, base.revision, report)
 
 
 def fetch_config(loaded: LoadedFleet) -> Path:

@@ -12,7 +12,7 @@ import typer
 
 from multilora_cli.cli import bench_flags as flags
 from multilora_cli.cli.console import Console
-from multilora_cli.cli.options import JsonOption, QuietOption
+from multilora_cli.cli.options import JsonOption, QuietOption, parse_flag
 
 if TYPE_CHECKING:
     from multilora_cli.bench.neutral import Setting, Shape
@@ -57,6 +57,7 @@ def offline(
     from multilora_cli.bench.neutral import Shape, make_settings
     from multilora_cli.cli.bench_engine import EngineOptions
     from multilora_cli.cli.bench_options import check_writable
+    from multilora_cli.units import parse_size
 
     check_writable(output, "--output")
     console = Console(as_json=as_json, quiet=quiet)
@@ -87,8 +88,8 @@ def offline(
             max_num_seqs=max(256, *batches),
             max_num_batched_tokens=8192,
             capture_prompts=capture_prompts,
-            kv_bytes=_size("--kv", kv),
-            tight_bytes=_size("--tight-pool", tight_pool),
+            kv_bytes=parse_flag("--kv", kv, parse_size),
+            tight_bytes=parse_flag("--tight-pool", tight_pool, parse_size),
         )
         records = bench.run(options)
     _show(console, records)
@@ -349,13 +350,3 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and 0 < int(part) <= 4096 for part in parts):
         raise BadInput(f"{flag} {text}: expected numbers from 1 to 4096, such as 1,16,64")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _size(flag: str, text: str) -> int:
-    from multilora_cli.errors import BadInput
-    from multilora_cli.units import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise BadInput(f"{flag}: {error}") from None

@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 def own_engine(console: Console, fleet: Path | None) -> "Iterator[EngineTarget]":
     """The engine that `mlora serve FLEET` would start, stopped at the end. Raises MloraError."""
     from multilora_cli.bench.engine_target import BaseFacts, EngineTarget
-    from multilora_cli.cli.serve import PHASES
     from multilora_cli.cli.startup import prepare
     from multilora_cli.engine.process import settled_interpreter
 
-    with console.progress("starting") as phases:
-
-        def report(phase: str, done: int, total: int) -> None:
-            phases.update(PHASES.get(phase, phase), done, total)
-
+    with console.progress() as report:
         # What operators have changed belongs to their server, not to a measurement.
         startup = prepare(fleet, ["server.state_file=off"], report=report)
         report("import", 0, 1)

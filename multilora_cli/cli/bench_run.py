@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from multilora_cli.bench.arms import Program, Workload
     from multilora_cli.bench.campaign import Pass, Side
     from multilora_cli.bench.prompts import PromptStyle
-    from multilora_cli.bench.target import Adapter, Fleet, Target
+    from multilora_cli.bench.target import Adapter, Fleet
 
 _SAME_LOADS = ("heterogeneous", "punica", "cold-start", "churn", "smoke")  # on every server
 
@@ -93,7 +93,8 @@ async def _sides(
     from urllib.parse import urlsplit
 
     from multilora_cli.bench.campaign import Side
-    from multilora_cli.bench.target import clean_url
+    from multilora_cli.bench.target import Target, clean_url
+    from multilora_cli.cli.background_server import background_server
     from multilora_cli.cli.bench_own_engine import own_engine
 
     if options.offline:
@@ -108,11 +109,12 @@ async def _sides(
         url = clean_url(options.url)
         name = urlsplit(url).netloc.rpartition("@")[2]
     else:
-        url, name = await _own_server(console, options.fleet, stack), "mlora"
+        server = background_server(options.fleet, console)
+        url, name = await stack.enter_async_context(server), "mlora"
     places.insert(0, (name, url, options.api_key))
     sides: list[Side] = []
     for label, address, key in places:
-        target = await stack.enter_async_context(_target(address, key, options.timeout))
+        target = await stack.enter_async_context(Target(address, key, timeout_s=options.timeout))
         fleet = await target.fleet(None if sides else options.model)
         if sides and options.adapters_from == "models":
             adapters = _twins(sides[0], fleet)
@@ -120,20 +122,6 @@ async def _sides(
             adapters = _chosen(fleet, options.adapters_from)
         sides.append(Side(label if len(places) > 1 else "", target, fleet, adapters))
     return tuple(sides)
-
-
-def _target(url: str, key: str | None, timeout_s: float) -> "Target":
-    from multilora_cli.bench.target import Target
-
-    return Target(url, key, timeout_s=timeout_s)
-
-
-async def _own_server(console: Console, fleet: Path | None, stack: AsyncExitStack) -> str:
-    from multilora_cli.cli.serve import background_server
-    from multilora_cli.fleet.load import load_fleet
-
-    path = load_fleet(fleet).path  # a mistake in the file is told here, not by a child
-    return await stack.enter_async_context(background_server(path, console))
 
 
 def _chosen(fleet: "Fleet", adapters_from: str) -> "tuple[Adapter, ...]":

@@ -4,8 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack
-from pathlib import Path
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,33 +38,33 @@ def chat(
 
     Example: mlora chat --adapter acme/legal
     """
+    from multilora_cli.cli.api import server_url
+    from multilora_cli.cli.background_server import background_server
     from multilora_cli.cli.chat_session import Settings
 
     console = Console(as_json=as_json, quiet=quiet)
     settings = Settings(max_tokens, temperature, seed)
-    asyncio.run(_run(console, adapter, url, fleet, api_key, settings))
+    server: AbstractAsyncContextManager[str]
+    if fleet is not None and url is None:
+        server = background_server(fleet, console)
+    else:
+        server = nullcontext(server_url(url, fleet))
+    asyncio.run(_converse(console, server, api_key, adapter, settings))
 
 
-async def _run(
+async def _converse(
     console: Console,
-    adapter: str | None,
-    url: str | None,
-    fleet: Path | None,
+    server: AbstractAsyncContextManager[str],
     api_key: str | None,
+    adapter: str | None,
     settings: "Settings",
 ) -> None:
-    from multilora_cli.cli.api import Api, server_url
+    """Talk to the server whose address `server` gives, and which ends with the conversation."""
+    from multilora_cli.cli.api import Api
     from multilora_cli.cli.chat_session import open_session
-    from multilora_cli.cli.serve import background_server
 
-    async with AsyncExitStack() as stack:
-        if fleet is not None and url is None:
-            address = await stack.enter_async_context(background_server(fleet, console))
-        else:
-            address = server_url(url, fleet)
-        api = await stack.enter_async_context(Api(address, api_key))
-        session = await open_session(api, adapter, settings)
-        talk = _Talk(console, session)
+    async with server as url, Api(url, api_key) as api:
+        talk = _Talk(console, await open_session(api, adapter, settings))
         await talk.run(sys.stdin.isatty() and console.interactive)
 
 

@@ -15,10 +15,29 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from multilora_cli.errors import MloraError, reason_of
 from multilora_cli.logs import clean
+from multilora_cli.progress import Report, silent
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.console import RenderableType
+    from rich.progress import Progress, TaskID
+
+# What a person reads for the phases that the packages below report.
+_PHASES = {
+    "base": "finding the base",
+    "adapters": "reading adapters",
+    "import": "starting PyTorch",
+    "weights": "loading weights",
+    "pool": "taking memory",
+    "kernels": "compiling kernels",
+    "steps": "running steps of every size",
+    "graphs": "capturing decode steps",
+    "reference": "computing the reference, layer by layer",
+    "answers": "asking adapters",
+    "model": "fetching the model",
+    "layers": "quantising layers",
+    "text": "measuring",
+}
 
 
 class Console:
@@ -139,18 +158,18 @@ class Console:
         return RichConsole(file=self._stderr if stderr else self._stdout, highlight=False)
 
     @contextmanager
-    def progress(self, title: str) -> Iterator["Phases"]:
-        """Progress of named phases on stderr: bars on a terminal, a line per phase otherwise."""
+    def progress(self) -> Iterator[Report]:
+        """Progress of phases on stderr: bars on a terminal, a line per phase otherwise."""
         if self.quiet or self.as_json:
-            yield Phases(None, None)
+            yield silent
         elif not self._stderr.isatty():
-            yield Phases(None, self)
+            yield _PhaseLines(self)
         else:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             with Progress(*columns, console=self.rich(stderr=True), transient=True) as bars:
-                yield Phases(bars, None)
+                yield _PhaseBars(bars)
 
     def _write(self, stream: IO[str], text: str) -> None:
         """Raises MloraError where a result cannot be written: a full disk, for one."""
@@ -178,23 +197,31 @@ def _abandon(stream: IO[str]) -> None:
         os.close(null)
 
 
-class Phases:
-    """Shows how far each phase of a longer work is."""
+class _PhaseLines:
+    """A line for every phase that begins."""
 
-    def __init__(self, bars: Any, console: Console | None) -> None:
-        self._bars = bars
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._tasks: dict[str, Any] = {}
+        self._begun: set[str] = set()
 
-    def update(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` in `phase`; a new phase opens its own line."""
-        if self._bars is not None:
-            if phase not in self._tasks:
-                self._tasks[phase] = self._bars.add_task(clean(phase), total=total or None)
-            self._bars.update(self._tasks[phase], completed=done, total=total or None)
-        elif self._console is not None and phase not in self._tasks:
-            self._tasks[phase] = True
-            self._console.note(f"{phase} ...")
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase not in self._begun:
+            self._begun.add(phase)
+            self._console.note(f"{_PHASES.get(phase, phase)} ...")
+
+
+class _PhaseBars:
+    """A bar for every phase; a total of 0 is one that nobody knows yet."""
+
+    def __init__(self, bars: "Progress") -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase not in self._tasks:
+            name = clean(_PHASES.get(phase, phase))
+            self._tasks[phase] = self._bars.add_task(name, total=total or None)
+        self._bars.update(self._tasks[phase], completed=done, total=total or None)
 
 
 def _fitted(text: str, stream: IO[str]) -> str:

@@ -1,10 +1,21 @@
-"""What `mlora diff` and `mlora apply` share: the file as one request, the answer as a table."""
+"""`mlora diff` and `mlora apply`: a running server beside a changed fleet file."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from multilora_cli.cli.console import Console
+from multilora_cli.cli.options import (
+    FleetArgument,
+    JsonOption,
+    KeyOption,
+    QuietOption,
+    SetOption,
+    UrlOption,
+)
 
 if TYPE_CHECKING:
     from multilora_cli.fleet.load import LoadedFleet
@@ -12,24 +23,75 @@ if TYPE_CHECKING:
 _SIGNS = {"added": "+", "removed": "-", "changed": "~", "restart": "!"}
 
 
-def ask(
-    path: Path | None, settings: list[str], url: str | None, key: str | None, *, dry_run: bool
-) -> dict[str, Any]:
-    """The server's report on a fleet file, which it serves unless `dry_run`. Raises MloraError."""
-    from multilora_cli.cli.api import Api, server_url
+def diff(
+    fleet: FleetArgument = None,
+    url: UrlOption = None,
+    settings: SetOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Say what differs between a fleet file and the server that runs; changes nothing.
+
+    Exit code 0: nothing differs; 1: something does; 2: bad input; 3: no server.
+
+    Example: mlora diff fleet.yaml
+    """
+    console = Console(as_json=as_json, quiet=quiet)
+    report = _ask(_loaded(fleet, settings or ()), url, api_key, dry_run=True)
+    _show(console, report)
+    if report["changes"] or report["restart"]:
+        raise typer.Exit(1)
+    if not quiet:
+        console.line("nothing differs")
+
+
+def apply(
+    fleet: FleetArgument = None,
+    url: UrlOption = None,
+    settings: SetOption = None,
+    api_key: KeyOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Serve a changed fleet file without a restart, and without touching what did not change.
+
+    Everything new is read and checked first; if anything is refused, nothing is changed. The base,
+    memory, limits and the server's own settings need a restart.
+
+    Exit code 0: served; 1: refused; 2: bad input; 3: no server.
+
+    Example: mlora apply fleet.yaml
+    """
+    console = Console(as_json=as_json, quiet=quiet)
+    report = _ask(_loaded(fleet, settings or ()), url, api_key, dry_run=False)
+    _show(console, report)
+    if not quiet:
+        count = len(report["changes"])
+        console.line(f"applied, {count} changed" if count else "nothing differs")
+
+
+def _loaded(path: Path | None, settings: Sequence[str]) -> "LoadedFleet":
+    """A fleet file that could be served. Raises FleetError."""
     from multilora_cli.fleet.load import load_fleet
     from multilora_cli.fleet.support import check_served
 
     loaded = load_fleet(path, settings)
     check_served(loaded)
-    body = {**fleet_body(loaded), "dry_run": dry_run}
+    return loaded
+
+
+def _ask(
+    loaded: "LoadedFleet", url: str | None, api_key: str | None, *, dry_run: bool
+) -> dict[str, Any]:
+    """The server's report on a fleet, which it serves unless `dry_run`. Raises MloraError."""
+    from multilora_cli.cli.api import Api, server_url
 
     async def send() -> dict[str, Any]:
-        async with Api(server_url(url, loaded.path), key) as api:
-            return await api.fleet(body)
+        async with Api(server_url(url, loaded.path), api_key) as api:
+            return await api.fleet({**fleet_body(loaded), "dry_run": dry_run})
 
-    report = asyncio.run(send())
-    return {**report, "file": str(loaded.path)}
+    return {**asyncio.run(send()), "file": str(loaded.path)}
 
 
 def fleet_body(loaded: "LoadedFleet") -> dict[str, Any]:
@@ -53,8 +115,8 @@ def fleet_body(loaded: "LoadedFleet") -> dict[str, Any]:
     }
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
-    """The differences as a table, and what is not part of them."""
+def _show(console: Console, report: dict[str, Any]) -> None:
+    """The differences as a table or JSON, and what is not part of them."""
     from multilora_cli.fleet.declared import spoken
 
     rows: list[tuple[str, str, str]] = [
@@ -74,11 +136,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.note(
             f"the server was started with {report['fleet']}: after a restart it serves that file"
         )
-
-
-def differs(report: dict[str, Any]) -> bool:
-    """Whether the server serves something else than the file says."""
-    return bool(report["changes"] or report["restart"])
+    console.value(report)
 
 
 def _fields(row: dict[str, Any]) -> str:

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
+
+if TYPE_CHECKING:
+    from multilora_cli.cli.api import Api
 
 _COLUMNS = (
     "adapter", "tier", "rank", "modules", "size", "pages", "pin, ttl", "in flight", "last use",
@@ -38,10 +41,10 @@ def list_adapters(
 
     Example: mlora list --url http://127.0.0.1:8000
     """
-    from multilora_cli.cli.api import server_url
+    from multilora_cli.cli.api import Api, server_url
 
     console = Console(as_json=as_json, quiet=quiet)
-    reply = asyncio.run(_fetch(server_url(url, fleet), api_key))
+    reply = asyncio.run(_fetch(Api(server_url(url, fleet), api_key)))
     rows, found = reply["data"], reply.get("traffic") or {}
     if traffic:
         console.value(found)
@@ -82,10 +85,8 @@ def told_notes(notes: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
     return lines
 
 
-async def _fetch(url: str, api_key: str | None) -> dict[str, Any]:
-    from multilora_cli.cli.api import Api
-
-    async with Api(url, api_key) as api:
+async def _fetch(api: "Api") -> dict[str, Any]:
+    async with api:
         return await api.listing()
 
 

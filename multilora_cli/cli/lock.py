@@ -34,7 +34,7 @@ def lock(
     from multilora_cli.fleet.lockfile import lock_path, read_lock, write_lock
 
     console = Console(as_json=as_json, quiet=quiet)
-    loaded = load_fleet(fleet, list(settings or ()))
+    loaded = load_fleet(fleet, settings or ())
     old = read_lock(loaded.path) if lock_path(loaded.path).exists() else None
     new = _ask_all(loaded, console)
     path = write_lock(loaded.path, new)
@@ -78,10 +78,10 @@ def _ask_all(loaded: "LoadedFleet", console: Console) -> "FleetLock":
             except MloraError as error:
                 return error
 
-        with console.progress("locking") as phases, ThreadPoolExecutor(_PARALLEL) as pool:
+        with console.progress() as report, ThreadPoolExecutor(_PARALLEL) as pool:
             answers = zip(adapters, pool.map(ask, adapters), strict=True)
             for done, (adapter, answer) in enumerate(answers, 1):
-                phases.update("asking origins", done, len(adapters))
+                report("asking origins", done, len(adapters))
                 if isinstance(answer, MloraError):
                     failed.append((adapter.name, answer))
                 else:

@@ -3,9 +3,13 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+
+from multilora_cli.errors import BadInput
+
+_T = TypeVar("_T")
 
 FleetArgument = Annotated[
     Path | None,
@@ -41,3 +45,11 @@ def help_of(command: Callable[..., Any]) -> str:
     """
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+def parse_flag(flag: str, text: str, parse: Callable[[str], _T]) -> _T:
+    """What `parse` makes of a flag's `text`; its ValueError becomes a BadInput about the flag."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise BadInput(f"{flag}: {error}") from None

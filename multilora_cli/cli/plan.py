@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from multilora_cli.cli.console import Console
-from multilora_cli.cli.options import FleetArgument, JsonOption, QuietOption, SetOption
+from multilora_cli.cli.options import FleetArgument, JsonOption, QuietOption, SetOption, parse_flag
 
 if TYPE_CHECKING:
     from multilora_cli.sizing.hardware import Gpu
@@ -138,10 +138,7 @@ def _card(gpu: str | None, gpu_memory: str | None) -> "Gpu | None":
         return card
     if card is None:
         raise BadInput("--gpu-memory needs --gpu: the card's rates are looked up by its name")
-    try:
-        return replace(card, memory_mib=parse_size(gpu_memory) // 2**20)
-    except ValueError as error:
-        raise BadInput(f"--gpu-memory: {error}") from None
+    return replace(card, memory_mib=parse_flag("--gpu-memory", gpu_memory, parse_size) // 2**20)
 
 
 def _forecast(calls: "Sequence[Call]", result: "FleetPlan") -> "TraceForecast":

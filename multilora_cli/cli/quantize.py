@@ -9,15 +9,8 @@ from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import JsonOption, QuietOption
 
 if TYPE_CHECKING:
-    from multilora_cli.cli.base import Report
     from multilora_cli.engine.quantize import Quantised
-
-_PHASES = {
-    "weights": "reading weights",
-    "model": "fetching the model",
-    "layers": "quantising layers",
-    "text": "measuring",
-}
+    from multilora_cli.progress import Report
 
 
 def quantize(
@@ -59,11 +52,7 @@ def quantize(
     measured: tuple[float, float] | None = None
     _existing("--perplexity", perplexity)
     _existing("--calibration", calibration)
-    with console.progress("quantising") as phases:
-
-        def report(phase: str, done: int, total: int) -> None:
-            phases.update(_PHASES.get(phase, phase), done, total)
-
+    with console.progress() as report:
         source = _source(model, report)
         tokens = None if perplexity is None else _tokens(source, perplexity)
         if to == "fp8":
@@ -90,7 +79,7 @@ def _source(model: str, report: "Report") -> Path:
     if model == DEMO_BASE:
         return demo_base_path()
     folder = Path(model).expanduser()
-    return folder if folder.is_dir() else fetch_model(model, progress=report)
+    return folder if folder.is_dir() else fetch_model(model, report=report)
 
 
 def _existing(option: str, path: Path | None) -> None:

@@ -1,12 +1,7 @@
 """`mlora serve`: the fleet behind an OpenAI-compatible API."""
 
 import logging
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -33,18 +28,6 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
-
-
-PHASES = {
-    "base": "finding the base",
-    "adapters": "reading adapter headers",
-    "import": "starting PyTorch",
-    "weights": "loading weights",
-    "pool": "taking memory",
-    "kernels": "compiling kernels",
-    "steps": "running steps of every size",
-    "graphs": "capturing decode steps",
-}
 
 
 def serve(
@@ -101,11 +84,7 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
     from multilora_cli.cli.listing import told_notes
     from multilora_cli.cli.startup import prepare
 
-    with console.progress("starting") as phases:
-
-        def report(phase: str, done: int, total: int) -> None:
-            phases.update(PHASES.get(phase, phase), done, total)
-
+    with console.progress() as report:
         startup = prepare(fleet, overrides, report=report, debug=poison, check=_can_listen)
     said = told_notes((entry.name, entry.notes) for entry in startup.registry.entries())
     for note in (*startup.notes, *said):
@@ -155,7 +134,7 @@ class _Start:
         self._console = console
         self._startup = startup
         self._bars = bars
-        self._phases = bars.enter_context(console.progress("starting"))
+        self._report = bars.enter_context(console.progress())
         self._ready = False
 
     def hooks(self) -> "Hooks":
@@ -166,8 +145,7 @@ class _Start:
 
     def _on_progress(self, progress: "Progress") -> None:
         if not self._ready:
-            phase = PHASES.get(progress.phase, progress.phase)
-            self._phases.update(phase, progress.done, progress.total)
+            self._report(progress.phase, progress.done, progress.total)
 
     def _on_ready(self, ready: "Ready", url: str) -> None:
         if self._ready:
@@ -247,43 +225,3 @@ def _memory_lines(ready: "Ready") -> list[str]:
     for part in (name for name in ready.allocated if name not in ready.planned):
         lines.append(f"{part} {format_size(ready.allocated[part])} allocated, not planned")
     return lines
-
-
-@asynccontextmanager
-async def background_server(fleet: Path, console: Console) -> AsyncIterator[str]:
-    """A server of its own on a free port for as long as the context lives; gives its URL."""
-    import asyncio
-    import json
-
-    from multilora_cli.errors import MloraError
-    from multilora_cli.fleet.load import load_fleet
-
-    load_fleet(fleet)  # a mistake in the file is told here, with its own exit code
-    command = [sys.executable, "-m", "multilora_cli", "serve", str(fleet)]
-    command += ["--set", "server.state_file=off"]  # what is measured leaves nothing behind
-    process = await asyncio.create_subprocess_exec(
-        *command, "--port", "0", "--json",
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
-        with console.progress("starting") as phases:
-            phases.update("starting a server of its own", 0, 0)
-            text = ""
-            while line := (await process.stdout.readline()).decode("utf-8", "replace"):
-                text += line
-                with suppress(ValueError):
-                    yielded = json.loads(text)
-                    break
-            else:
-                await process.wait()
-                raise MloraError("the server did not start; what it said stands above")
-        yield str(yielded["url"])
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.wait_for(process.wait(), 10)
-            except TimeoutError:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()

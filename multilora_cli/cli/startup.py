@@ -12,13 +12,7 @@ from multilora_cli.adapters.entry import AdapterRequest, ServedBase
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.adapters.source import is_remote, make_dummies
 from multilora_cli.adapters.store import StoreOpener
-from multilora_cli.cli.base import (
-    Report,
-    cache_folder,
-    compute_itemsize,
-    fetch_base,
-    open_store,
-)
+from multilora_cli.cli.base import cache_folder, compute_itemsize, fetch_base, open_store
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import FleetError, MloraError
 from multilora_cli.fleet.declared import (
@@ -31,6 +25,7 @@ from multilora_cli.fleet.schema import Limits
 from multilora_cli.fleet.statefile import StateFile, state_path
 from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
+from multilora_cli.progress import Report, silent
 from multilora_cli.server.auth import tenant_of
 from multilora_cli.server.changes import (
     RuntimeChanges,
@@ -65,7 +60,7 @@ def prepare(
     path: Path | None,
     overrides: Sequence[str] = (),
     *,
-    report: Report,
+    report: Report = silent,
     debug: bool = False,
     check: Callable[[LoadedFleet], None] = lambda loaded: None,
 ) -> Startup:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,6 @@ Names = Annotated[
     typer.Argument(metavar="NAME...", help="Names, folders (acme/) or globs ('acme/*')."),
 ]
 _PARALLEL = 8
-Move = Callable[["Api", str], Awaitable[dict[str, Any]]]
 
 
 def warm(
@@ -43,20 +43,26 @@ def warm(
 
     Example: mlora warm 'acme/*' --hot --pin --ttl 1h
     """
-    from multilora_cli.units import format_duration
+    from multilora_cli.cli.api import Api, server_url
+    from multilora_cli.cli.options import parse_flag
+    from multilora_cli.units import format_duration, parse_duration
 
-    console = Console(as_json=as_json, quiet=quiet)
-    seconds = _seconds(ttl)
-    move: Move = lambda api, name: api.warm(name, hot=hot, pin=pin, ttl=seconds)  # noqa: E731
+    ttl_s = None if ttl is None else parse_flag("--ttl", ttl, parse_duration)
 
     def told(row: dict[str, Any]) -> str:
         size = f"{row['pages']} pages" if row["tier"] == "hot" else "in host memory"
         pinned = ", pinned" if row["pinned"] else ""
-        ttl_s = row.get("ttl_s")
-        kept = f", until unused for {format_duration(ttl_s)}" if ttl_s else ""
+        kept_s = row.get("ttl_s")
+        kept = f", until unused for {format_duration(kept_s)}" if kept_s else ""
         return f"{row['id']}: {row['tier']}, {size}{pinned}{kept}"
 
-    asyncio.run(_move(console, names, (url, fleet, api_key), "warming", (move, told)))
+    move = _Move(
+        phase="warming",
+        ask=lambda api, name: api.warm(name, hot=hot, pin=pin, ttl=ttl_s),
+        told=told,
+    )
+    api = Api(server_url(url, fleet), api_key)
+    asyncio.run(_move_all(Console(as_json=as_json, quiet=quiet), api, names, move))
 
 
 def evict(
@@ -73,10 +79,8 @@ def evict(
 
     Example: mlora evict acme/legal --cold
     """
+    from multilora_cli.cli.api import Api, server_url
     from multilora_cli.units import format_size
-
-    console = Console(as_json=as_json, quiet=quiet)
-    move: Move = lambda api, name: api.evict(name, cold=cold, unpin=unpin)  # noqa: E731
 
     def told(row: dict[str, Any]) -> str:
         host = format_size(int(row["freed_host_bytes"]))
@@ -85,52 +89,58 @@ def evict(
             return f"{row['id']}: unpinned, {row['tier']} all the same: {same}"
         return f"{row['id']}: {row['tier']}, {row['freed_pages']} pages and {host} freed"
 
-    hint = "a pinned one goes with --unpin" if not unpin else None
-    asyncio.run(_move(console, names, (url, fleet, api_key), "evicting", (move, told), hint))
+    move = _Move(
+        phase="evicting",
+        ask=lambda api, name: api.evict(name, cold=cold, unpin=unpin),
+        told=told,
+        refused_hint="a pinned one goes with --unpin" if not unpin else None,
+    )
+    api = Api(server_url(url, fleet), api_key)
+    asyncio.run(_move_all(Console(as_json=as_json, quiet=quiet), api, names, move))
 
 
-async def _move(
-    console: Console,
-    patterns: Sequence[str],
-    server: Any,
-    title: str,
-    how: tuple[Move, Callable[[dict[str, Any]], str]],
-    refused_hint: str | None = None,
-) -> None:
+@dataclass(frozen=True)
+class _Move:
+    """One way to move an adapter, and how its new place is told."""
+
+    phase: str
+    ask: Callable[["Api", str], Awaitable[dict[str, Any]]]
+    told: Callable[[dict[str, Any]], str]  # of the row that the server answers
+    refused_hint: str | None = None
+
+
+async def _move_all(console: Console, api: "Api", patterns: Sequence[str], move: _Move) -> None:
     """Move every adapter that a pattern names, several at a time, and say where each is then.
 
     A failure leaves the others be: all are tried, then the failures are raised together.
     """
-    from multilora_cli.cli.api import Api, server_url
     from multilora_cli.errors import MloraError, Refused
 
-    url, fleet, api_key = server
-    move, told = how
     slots = asyncio.Semaphore(_PARALLEL)
-    async with Api(server_url(url, fleet), api_key) as api:
+    async with api:
+        names = _matching(patterns, await _known(api, patterns))
+        done: list[str] = []
 
         async def one(name: str) -> dict[str, Any] | MloraError:
             async with slots:
                 try:
-                    return await move(api, name)
+                    return await move.ask(api, name)
                 except MloraError as error:
                     error.message = _naming(name, error.message)
                     return error
                 finally:
                     done.append(name)
-                    phases.update(title, len(done), len(names))
+                    report(move.phase, len(done), len(names))
 
-        names = _matching(patterns, await _known(api, patterns))
-        done: list[str] = []
-        with console.progress(title) as phases:
+        with console.progress() as report:
             results = await asyncio.gather(*map(one, names))
     rows = [result for result in results if not isinstance(result, MloraError)]
     for row in rows:
-        console.line(told(row))
+        console.line(move.told(row))
     console.value(rows)
     faults = [result for result in results if isinstance(result, MloraError)]
     if faults:
-        hint = refused_hint if isinstance(faults[0], Refused) else faults[0].hint
+        hint = move.refused_hint if isinstance(faults[0], Refused) else faults[0].hint
         raise type(faults[0])("\n".join(fault.message for fault in faults), hint=hint)
 
 
@@ -171,14 +181,3 @@ def _matching(patterns: Sequence[str], known: Sequence[str]) -> list[str]:
             raise BadInput(f"no adapter matches {pattern}", hint="mlora list shows the names")
         found.update(dict.fromkeys(matches))
     return list(found)
-
-
-def _seconds(ttl: str | None) -> float | None:
-    """Raises BadInput."""
-    from multilora_cli.errors import BadInput
-    from multilora_cli.units import parse_duration
-
-    try:
-        return None if ttl is None else parse_duration(ttl)
-    except ValueError as error:
-        raise BadInput(f"--ttl: {error}") from None

@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     from multilora_cli.cli.verify_run import VerifyReport
     from multilora_cli.fleet.load import LoadedFleet
 
-_PHASES = {
-    "base": "finding the base",
-    "adapters": "reading adapters",
-    "weights": "loading weights",
-    "pool": "taking memory",
-    "kernels": "compiling kernels",
-    "steps": "running steps of every size",
-    "graphs": "capturing decode steps",
-    "reference": "computing the reference, layer by layer",
-    "answers": "asking adapters",
-}
-
 
 def verify(
     target: Annotated[
@@ -68,11 +56,7 @@ def verify(
     """
     console = Console(as_json=as_json, quiet=quiet)
     loaded = _loaded(target, base, settings or ())
-    with console.progress("verifying") as phases:
-
-        def report(phase: str, done: int, total: int) -> None:
-            phases.update(_PHASES.get(phase, phase), done, total)
-
+    with console.progress() as report:
         from multilora_cli.cli.verify_run import Verification
 
         run = Verification(loaded, report)

@@ -10,7 +10,7 @@ import torch
 
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
 from multilora_cli.adapters.vectors import UnknownBase
-from multilora_cli.cli.base import Report, fetch_base
+from multilora_cli.cli.base import fetch_base
 from multilora_cli.cli.fleet_adapters import read_fleet_adapters
 from multilora_cli.cli.startup import engine_config
 from multilora_cli.engine.adapter_reader import AdapterReader
@@ -32,6 +32,7 @@ from multilora_cli.fleet.load import LoadedFleet
 from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.quantized import base_quantization, placed
+from multilora_cli.progress import Report
 from multilora_cli.sizing.budget import base_bytes
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.pages import kv_page_bytes

@@ -45,13 +45,13 @@ from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
 from multilora_cli.models.warm_up import warm_up
+from multilora_cli.progress import Report, silent
 from multilora_cli.sizing.budget import CONTEXT_BYTES
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_kernels.compile_ahead import compile_only
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
 
-Report = Callable[[str, int, int], None]
 Clock = Callable[[], float]
 _THREADS_MAX = 8
 _PINNED_AT_START = 2**30  # page-locking blocks the device; 1 GiB takes 0.6 s, before it serves
@@ -270,14 +270,13 @@ def _pages_within(num_bytes: int | None, page_bytes: int) -> int | None:
 
 
 def build_engine(
-    config: EngineConfig, report: Report | None = None, now: Clock = time.monotonic
+    config: EngineConfig, report: Report = silent, now: Clock = time.monotonic
 ) -> Engine:
     """An engine that is ready to step. Raises MloraError.
 
     `report` is called with phase, done and total while the base is read and memory is taken;
     `now` gives monotonic seconds.
     """
-    report = report or (lambda phase, done, total: None)
     torch.set_num_threads(config.num_threads or _default_threads())
     folder = Path(config.model_path)
     assembly = _Assembly(config, read_geometry(folder), report, now)

@@ -13,10 +13,10 @@ import torch
 
 from multilora_cli.engine.agreement import NOTHING, Agreement
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.engine.parity import Report
 from multilora_cli.engine.parity_run import Subject, probe_config, waves_of
 from multilora_cli.engine.probe import Heard, Probe
 from multilora_cli.errors import BadInput
+from multilora_cli.progress import Report
 from multilora_cli.sizing.geometry import read_geometry
 
 _KEPT = 1024  # tokens of a position; they hold more than 0.999 of the probability

@@ -7,7 +7,7 @@ layer is in memory at a time, and all sequences pass through it before the next:
 model takes 1 GiB where loading it would take 32.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,11 @@ from multilora_cli.models.checkpoint import open_checkpoint
 from multilora_cli.models.quantized import QuantisedLinears
 from multilora_cli.models.quantized_tensors import find_linears
 from multilora_cli.models.tensor_reader import TensorReader
+from multilora_cli.progress import Report, silent
 from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 from multilora_cli.sizing.quantization import Quantization
 from multilora_kernels.layout import GROUPS
 
-Report = Callable[[str, int, int], None]
 _CPU = torch.device("cpu")
 _HEAD_ROWS = 8192  # of the vocabulary at a time: 134 MB of an 8B model's head in fp32
 _E4M3_MAX = 448.0
@@ -87,7 +87,7 @@ class Reference:
         self._rounded = [MergedAdapter(adapter, geometry, storage) for adapter in adapters]
         checkpoint = open_checkpoint(folder)
         self._entries: Mapping[str, TensorEntry] = {e.name: e for e in checkpoint.entries()}
-        self._reader = TensorReader(checkpoint, _CPU, lambda phase, done, total: None)
+        self._reader = TensorReader(checkpoint, _CPU, silent)
         dense = replace(quantization, placement="dense")
         stored = find_linears(folder, checkpoint, geometry, dense)
         self._stored = stored

@@ -26,6 +26,7 @@ from multilora_cli.adapters.safetensors_header import SafetensorsHeader, TensorE
 from multilora_cli.adapters.strict_json import parse_json
 from multilora_cli.models.checkpoint import Checkpoint
 from multilora_cli.models.tensor_reader import TensorReader
+from multilora_cli.progress import silent
 from multilora_cli.sizing.geometry import ModelGeometry, projection_name
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
@@ -81,7 +82,7 @@ class MergedAdapter:
         for entry in adapter.tensors.values():
             place, role = _place(entry.name)
             self._places.setdefault(place, {})[role] = entry
-        self._reader = TensorReader(_as_checkpoint(adapter), _CPU, lambda phase, done, total: None)
+        self._reader = TensorReader(_as_checkpoint(adapter), _CPU, silent)
 
     def __enter__(self) -> "MergedAdapter":
         self._reader.__enter__()

@@ -11,9 +11,10 @@ from multilora_cli.adapters.peft import AdapterFile
 from multilora_cli.engine.agreement import NOTHING, Agreement, compare, largest_of_decoded
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.messages import AdapterRef, Ready
-from multilora_cli.engine.parity import Passage, Reference, Report, Rounding
+from multilora_cli.engine.parity import Passage, Reference, Rounding
 from multilora_cli.engine.probe import ANSWER_TOKENS, Heard, Probe
 from multilora_cli.models.quantized import base_quantization, placed
+from multilora_cli.progress import Report
 from multilora_cli.sizing.geometry import read_geometry
 from multilora_cli.sizing.pages import kv_page_bytes, pages_for_tokens
 

@@ -1,7 +1,7 @@
 """How well a base predicts a text: exp of the mean negative log-probability of its tokens."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from multilora_cli.errors import BadInput
 from multilora_cli.layers.context import StepContext
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
+from multilora_cli.progress import Report
 from multilora_cli.sizing.geometry import read_geometry
 from multilora_cli.sizing.pages import kv_page_bytes, pages_for_tokens
 from multilora_kernels.paged_attention import AttentionBatch
@@ -23,7 +24,7 @@ _ROWS = 128
 def base_perplexity(
     folder: Path,
     tokens: Sequence[int],
-    report: Callable[[str, int, int], None],
+    report: Report,
     kv_cache_dtype: str = "auto",
 ) -> float:
     """The perplexity of the base in `folder`, loaded as it would be served. Raises MloraError.
@@ -41,7 +42,7 @@ def base_perplexity(
 def perplexity(
     decoder: Decoder,
     tokens: Sequence[int],
-    report: Callable[[str, int, int], None],
+    report: Report,
     kv_dtype: torch.dtype,
 ) -> float:
     """exp of the mean negative log-probability of `tokens`, in windows of `WINDOW`.

@@ -17,8 +17,8 @@ from multilora_cli.engine.messages import (
     TokenLogprobs,
 )
 from multilora_cli.engine.model_runner import ModelRunner
-from multilora_cli.engine.parity import Report
 from multilora_cli.errors import MloraError
+from multilora_cli.progress import Report
 
 ANSWER_TOKENS = 4  # decoded after each prompt
 TOP = 20  # log-probabilities kept of a decoded token's distribution

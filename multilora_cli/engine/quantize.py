@@ -21,11 +21,12 @@ from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import BadInput, ModelError
 from multilora_cli.layers.fp8 import quantise_at_load
-from multilora_cli.models.checkpoint import INDEX_NAME, Checkpoint, Report, open_checkpoint
+from multilora_cli.models.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from multilora_cli.models.loader import check_tensors
 from multilora_cli.models.quantized import base_quantization
 from multilora_cli.models.quantized_tensors import find_linears
 from multilora_cli.models.tensor_reader import TensorReader
+from multilora_cli.progress import Report
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.quantization import FP8
 

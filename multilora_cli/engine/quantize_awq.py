@@ -23,7 +23,8 @@ from multilora_cli.engine.quantize import (
     sixteen_bit,
 )
 from multilora_cli.errors import BadInput, ModelError
-from multilora_cli.models.checkpoint import Report, open_checkpoint
+from multilora_cli.models.checkpoint import open_checkpoint
+from multilora_cli.progress import Report
 from multilora_cli.sizing.geometry import ModelGeometry
 
 Method = Literal["auto-round", "autoawq"]

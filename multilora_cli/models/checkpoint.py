@@ -6,7 +6,7 @@ is cut short while it is read kills the process.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,6 @@ from multilora_cli.adapters.safetensors_header import (
 )
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError
-
-Report = Callable[[str, int, int], None]
-"""Called with phase, done and total, both in bytes."""
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -29,7 +29,8 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError, Unreachable
-from multilora_cli.models.checkpoint import INDEX_NAME, SINGLE_NAME, Report, read_index
+from multilora_cli.models.checkpoint import INDEX_NAME, SINGLE_NAME, read_index
+from multilora_cli.progress import Report, silent
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ _HTTP_ERROR: type[BaseException] = HfHubHTTPError.__bases__[0]
 def fetch_model(
     model_id: str,
     revision: str | None = None,
-    progress: Report | None = None,
+    report: Report = silent,
     *,
     cache: Path | None = None,
     endpoint: str | None = None,
@@ -74,9 +75,9 @@ def fetch_model(
     with _hub_errors(model_id, revision):
         source = _Source(model_id, cache, endpoint)
         # The first call resolves the revision; the second asks for that very commit.
-        folder = source.snapshot(revision, list(_SMALL_FILES), None)
+        folder = source.snapshot(revision, list(_SMALL_FILES), silent)
         weights = _weight_files(folder)
-        source.snapshot(folder.name, weights, progress)
+        source.snapshot(folder.name, weights, report)
         missing = [name for name in weights if not (folder / name).exists()]
     if missing:
         raise ModelError(f"{model_id}: {missing[0]} is neither on the Hub nor in the local cache")
@@ -204,7 +205,7 @@ class _Source:
     cache: Path | None
     endpoint: str | None
 
-    def snapshot(self, revision: str | None, patterns: list[str], progress: Report | None) -> Path:
+    def snapshot(self, revision: str | None, patterns: list[str], report: Report) -> Path:
         """The snapshot folder after the files that match `patterns` were fetched."""
         folder = snapshot_download(
             self.model_id,
@@ -212,7 +213,7 @@ class _Source:
             cache_dir=self.cache,
             endpoint=self.endpoint,
             allow_patterns=patterns,
-            tqdm_class=_progress_bar(progress),
+            tqdm_class=_progress_bar(report),
         )
         return Path(folder)
 
@@ -230,22 +231,22 @@ class _Bytes:
     written: the furthest counts.
     """
 
-    def __init__(self, progress: Report | None) -> None:
-        self._progress = progress
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._lock = Lock()
         self._done = 0
 
     def advance_to(self, done: int, total: int) -> None:
         """One of the bars is at `done` of `total` bytes."""
         with self._lock:
-            if self._progress is not None and done > self._done:
+            if done > self._done:
                 self._done = done
-                self._progress("download", done, max(total, done))
+                self._report("download", done, max(total, done))
 
 
-def _progress_bar(progress: Report | None) -> type[tqdm]:
+def _progress_bar(report: Report) -> type[tqdm]:
     """A silent bar class that passes byte counts on; counts of files are left out."""
-    state = _Bytes(progress)
+    state = _Bytes(report)
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:

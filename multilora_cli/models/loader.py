@@ -13,7 +13,7 @@ from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError
 from multilora_cli.layers.linear import DenseWeight, Weight
-from multilora_cli.models.checkpoint import Checkpoint, Report, open_checkpoint
+from multilora_cli.models.checkpoint import Checkpoint, open_checkpoint
 from multilora_cli.models.decoder import Decoder, LinearSource
 from multilora_cli.models.quantized import (
     QuantisedLinears,
@@ -29,6 +29,7 @@ from multilora_cli.models.quantized_tensors import (
     outline_linears,
 )
 from multilora_cli.models.tensor_reader import FLOAT_DTYPES, TensorReader
+from multilora_cli.progress import Report, silent
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
 
@@ -43,7 +44,7 @@ def load_decoder(
     geometry: ModelGeometry,
     device: torch.device,
     dtype: torch.dtype,
-    progress: Report | None = None,
+    report: Report = silent,
     *,
     load_format: LoadFormat = "auto",
     quantization: Quantization | None = None,
@@ -54,7 +55,6 @@ def load_decoder(
     Raises ModelError when a tensor is missing, unexpected, of another shape or dtype, cut short,
     or not finite (in `dtype`). `dummy`: finite random weights, no file but config.json.
     """
-    report = progress or (lambda phase, done, total: None)
     dummy = load_format == "dummy"
     if quantization is None:
         quantization = base_quantization(folder, geometry, "auto", from_files=not dummy)

@@ -16,7 +16,8 @@ import torch
 from multilora_cli.adapters.safetensors_header import OpenFile, TensorEntry, open_file
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import ModelError
-from multilora_cli.models.checkpoint import Checkpoint, Report, model_errors
+from multilora_cli.models.checkpoint import Checkpoint, model_errors
+from multilora_cli.progress import Report
 
 FLOAT_DTYPES = {
     "BF16": torch.bfloat16,

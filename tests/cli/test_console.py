@@ -206,10 +206,10 @@ def test_sizes_and_durations_have_no_exponents() -> None:
 
 def test_progress_over_a_pipe_is_one_line_a_phase() -> None:
     console, stream = written()
-    with console.progress("starting") as phases:
+    with console.progress() as report:
         for done in range(5):
-            phases.update("loading weights", done, 4)
-        phases.update("warming", 1, 1)
+            report("weights", done, 4)
+        report("warming", 1, 1)
     assert stream.getvalue() == "loading weights ...\nwarming ...\n"
 
 

@@ -109,7 +109,7 @@ def test_fetches_what_the_model_needs_and_nothing_else(hub: str, tmp_path: Path)
     """Config, tokenizer, template and indexed shards; no code, no pickle, no second copy."""
     reports: list[tuple[str, int, int]] = []
     folder = fetch_model(
-        NAME, progress=lambda *args: reports.append(args), cache=tmp_path, endpoint=hub
+        NAME, report=lambda *args: reports.append(args), cache=tmp_path, endpoint=hub
     )
     assert commit_of(folder) == COMMIT
     fetched = {path.name for path in folder.iterdir()}
