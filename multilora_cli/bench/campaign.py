@@ -11,12 +11,7 @@ from statistics import fmean
 from multilora_cli.bench.arms import Arm, Program
 from multilora_cli.bench.bound import Bound, Costs, arrival_bound, workload_bound
 from multilora_cli.bench.churn import Mark, churning, evict, reload
-from multilora_cli.bench.loadgen import (
-    Load,
-    LoadResult,
-    PlannedRequest,
-    Progress,
-)
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest, Progress
 from multilora_cli.bench.measure import Known, Measures, Slo, measure
 from multilora_cli.bench.prompts import PromptMaker
 from multilora_cli.bench.target import Adapter, Fleet, Served

@@ -14,15 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from multilora_cli.bench.loadgen import (
-    Load,
-    LoadResult,
-    Overhead,
-    PlannedRequest,
-    Progress,
-    RequestRecord,
-    duration_of,
-)
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest, RequestRecord, Tally
 from multilora_cli.bench.offline import Engine
 from multilora_cli.engine.messages import Abort, AdapterRef, Delta, Fault, SamplingParams, Submit
 from multilora_cli.errors import Refused
@@ -60,18 +52,15 @@ async def run_engine_load(
     engine stops although something is unanswered; a request that fails is a record."""
     run = _Run(side, requests, load)
     await run.to_end()
-    records = tuple(run.records[index] for index in sorted(run.records))
-    duration = duration_of(records, run.now(), load)
-    return LoadResult(records, duration, run.overhead(duration))
+    return run.result(run.now(), run.outside_s())
 
 
-class _Run:
-    """The state of one load while it runs. Prompts are made before its clock starts."""
+class _Run(Tally):
+    """A load on one engine while it runs. Prompts are made before its clock starts."""
 
     def __init__(self, side: EngineSide, requests: Sequence[PlannedRequest], load: Load) -> None:
-        self.records: dict[int, RequestRecord] = {}
+        super().__init__(requests, load)
         self._side, self._engine = side, side.engine
-        self._requests, self._load = requests, load
         self._prompts = [_prompt(load, request, i) for i, request in enumerate(requests)]
         self._first_id = side.take_ids(len(requests))
         self._order = list(range(len(requests)))
@@ -79,8 +68,6 @@ class _Run:
             self._order.sort(key=lambda index: requests[index].arrival_s)
         self._next = 0  # place in the order
         self._open: dict[int, _Answer] = {}  # by request id
-        self._peak = self._events = self._errors = 0
-        self._ttft_sum_s, self._ttft_count = 0.0, 0
         self._inside_s = self._asleep_s = 0.0  # in the engine, and in nobody
         self._told = (0.0, 0)  # when progress was told, and events then
         self._start = self._progress_s = time.perf_counter()
@@ -91,7 +78,7 @@ class _Run:
 
     async def to_end(self) -> None:
         """Until everything has ended, or the load's time is over."""
-        limit_s = self._load.limit_s
+        limit_s = self.load.limit_s
         while self._next < len(self._order) or self._open:
             if limit_s is not None and self.now() >= limit_s:
                 self._cut()
@@ -112,26 +99,26 @@ class _Run:
     # ---- requests
 
     def _submit_due(self) -> None:
-        most = self._load.concurrency or len(self._order)
+        most = self.load.concurrency or len(self._order)
         while self._next < len(self._order) and len(self._open) < most:
             index = self._order[self._next]
-            if self._load.open_loop and self._requests[index].arrival_s > self.now():
+            if self.load.open_loop and self.requests[index].arrival_s > self.now():
                 return
             self._next += 1
             self._submit(index)
-        self._peak = max(self._peak, len(self._open))
 
     def _submit(self, index: int) -> None:
-        request, side = self._requests[index], self._side
-        stops = () if self._load.prompts.ignore_eos else side.stop_ids
+        request, side = self.requests[index], self._side
+        stops = () if self.load.prompts.ignore_eos else side.stop_ids
         params = SamplingParams(
             max_tokens=request.output_tokens, temperature=0.0, stop_token_ids=stops
         )
         adapter = None if request.adapter is None else side.refs[request.adapter]
         prompt = self._prompts[index].tolist()
         sent = self.now()
-        due = request.arrival_s if self._load.open_loop else sent
+        due = request.arrival_s if self.load.open_loop else sent
         self._open[self._first_id + index] = _Answer(index, due, sent)
+        self.begin()
         self._engine.handle(Submit(self._first_id + index, prompt, params, adapter))
 
     # ---- answers
@@ -145,10 +132,9 @@ class _Run:
             if delta.token_ids:
                 if not answer.times_s:
                     answer.cached_tokens = delta.cached_tokens
-                    self._ttft_sum_s += now - answer.scheduled_s
-                    self._ttft_count += 1
+                    self.first(now - answer.scheduled_s)
                 answer.times_s.extend([now] * len(delta.token_ids))
-                self._events += len(delta.token_ids)
+                self.events += len(delta.token_ids)
             if delta.finish_reason is not None or delta.fault is not None:
                 del self._open[delta.request_id]
                 self._end(answer, now, delta.fault)
@@ -156,9 +142,8 @@ class _Run:
     def _end(
         self, answer: _Answer, now: float, fault: Fault | None = None, *, is_cut: bool = False
     ) -> None:
-        request, times = self._requests[answer.index], answer.times_s
-        self._errors += fault is not None
-        self.records[answer.index] = RequestRecord(
+        request, times = self.requests[answer.index], answer.times_s
+        record = RequestRecord(
             index=answer.index,
             model=request.model,
             adapter=request.adapter,
@@ -176,6 +161,7 @@ class _Run:
             detail="" if fault is None else fault.message,
             is_cut=is_cut,
         )
+        self.end(record)
 
     def _cut(self) -> None:
         """End what is in flight, and let the engine come to rest."""
@@ -184,9 +170,11 @@ class _Run:
             self._engine.handle(Abort(request_id))
             self._end(answer, now, is_cut=True)
         self._open.clear()
+        began = time.perf_counter()
         while self._engine.idle_wait_s is not None:
             self._engine.step()
             self._engine.take_events()
+        self._inside_s += time.perf_counter() - began
 
     # ---- time
 
@@ -194,8 +182,8 @@ class _Run:
         """Let loaders work, or wait for the next request."""
         wait_s = self._engine.idle_wait_s
         if not self._open:
-            due = self._requests[self._order[self._next]].arrival_s - self.now()
-            ends = (self._load.limit_s or float("inf")) - self.now()
+            due = self.requests[self._order[self._next]].arrival_s - self.now()
+            ends = (self.load.limit_s or float("inf")) - self.now()
             await self._sleep(max(min(due, ends, _BREATH_S), 0.0))
             self._progress_s = time.perf_counter()
         elif wait_s is None or time.perf_counter() - self._progress_s > _STUCK_S:
@@ -216,28 +204,12 @@ class _Run:
 
     def _tell(self) -> None:
         now, (before, events) = self.now(), self._told
-        self._told = (now, self._events)
-        if self._load.tell is None:
-            return
-        rate = (self._events - events) / max(now - before, 1e-9)
-        ttft = self._ttft_sum_s / self._ttft_count if self._ttft_count else None
-        done, total = len(self.records), len(self._requests)
-        self._load.tell(Progress(done, total, len(self._open), self._errors, rate, ttft))
+        self._told = (now, self.events)
+        self.tell((self.events - events) / max(now - before, 1e-9))
 
-    def overhead(self, duration_s: float) -> Overhead:
-        """What was spent outside the engine; `lag`: nothing waits for an event loop here."""
-        cost = max(duration_s - self._inside_s - self._asleep_s, 0.0)
-        late = sorted(record.sent_s - record.scheduled_s for record in self.records.values())
-        return Overhead(
-            cpu_s=cost,
-            cpu_share=cost / max(duration_s, 1e-9),
-            events=self._events,
-            us_per_event=1e6 * cost / max(self._events, 1),
-            lag_p50_s=0.0,
-            lag_p99_s=0.0,
-            late_p99_s=late[min(int(0.99 * len(late)), len(late) - 1)] if late else 0.0,
-            peak_in_flight=self._peak,
-        )
+    def outside_s(self) -> float:
+        """What was spent outside the engine: the generator's own time, one thread having both."""
+        return max(self.now() - self._inside_s - self._asleep_s, 0.0)
 
 
 def _prompt(load: Load, request: PlannedRequest, index: int) -> npt.NDArray[np.int32]:

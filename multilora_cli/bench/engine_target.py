@@ -7,7 +7,7 @@ from itertools import count
 
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.bench.engine_load import EngineSide, run_engine_load
-from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest
 from multilora_cli.bench.offline import Engine
 from multilora_cli.bench.target import Adapter, Fleet
 from multilora_cli.engine.messages import AdapterRef, EvictAdapter

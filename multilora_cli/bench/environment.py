@@ -4,12 +4,13 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from multilora_cli.bench.target import public_url
+from multilora_cli.sizing.hardware import local_cards
 
 _PACKAGES = (
     "multilora-cli", "torch", "triton", "numpy", "aiohttp", "msgspec", "uvicorn",
@@ -27,26 +28,13 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "gpus": gpu_names(),
         "python": platform.python_version(),
-        "versions": _versions(),
+        "versions": versions(_PACKAGES),
     }
 
 
 def gpu_names() -> list[str]:
     """The cards NVML sees; none where there is no driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        names = [pynvml.nvmlDeviceGetName(handle) for handle in handles]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
-    return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+    return [name for name, _ in local_cards()]
 
 
 def commit() -> str | None:
@@ -96,9 +84,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _versions() -> dict[str, str]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those packages that are installed."""
     found = {}
-    for name in _PACKAGES:
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

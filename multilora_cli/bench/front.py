@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multilora_cli.bench.dummy_fleet import write_base
-from multilora_cli.bench.loadgen import Load, PlannedRequest, run_load
+from multilora_cli.bench.load import Load, PlannedRequest
+from multilora_cli.bench.loadgen import run_load
 from multilora_cli.bench.prompts import PromptMaker, PromptStyle
 from multilora_cli.bench.target import Target, raise_file_limit
 from multilora_cli.errors import Refused

@@ -7,7 +7,7 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
-from multilora_cli.bench.loadgen import RequestRecord
+from multilora_cli.bench.load import RequestRecord
 from multilora_cli.errors import BadInput
 from multilora_cli.units import parse_duration
 

@@ -14,12 +14,7 @@ from multilora_cli.bench.workload import SLORA_RANKS
 from multilora_cli.engine.messages import AdapterRef, SamplingParams, Submit
 from multilora_cli.errors import BadInput
 
-GiB = 2**30
 ADAPTERS = 64
-# KV of the other settings, beside room for every adapter; `pool` has the 2.69 GiB that eight slots
-# of rank 16 and their KV cache took together in the engine compared with.
-KV_BYTES = 9 * GiB
-POOL_BYTES = int(2.69 * GiB)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from itertools import count, pairwise
 from statistics import median
 from typing import Literal, NamedTuple, Protocol
 
+from multilora_cli.bench.quantile import nearest_rank
 from multilora_cli.engine.messages import (
     Abort,
     AdapterEvent,
@@ -302,7 +303,7 @@ def figures(batches: Sequence[Batch]) -> Figures:
     step = median(gaps)
     return Figures(
         step_ms=step * 1e3,
-        step_p99_ms=gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)] * 1e3,
+        step_p99_ms=nearest_rank(gaps, 0.99) * 1e3,
         steps=len(gaps),
         rows=sum(len(turn.deltas) for turn in turns) / len(turns),
         output_tokens_per_s=median(batch.output_tokens / batch.wall_s for batch in batches),

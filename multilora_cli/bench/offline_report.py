@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from multilora_cli.bench.environment import command_line, commit, gpu_names
+from multilora_cli.bench.environment import command_line, commit, gpu_names, versions
 from multilora_cli.bench.neutral import Setting, Shape
 from multilora_cli.bench.offline import Figures
 from multilora_cli.bench.rows import rounded
@@ -21,26 +20,20 @@ from multilora_cli.sizing.budget import BaseBytes
 from multilora_cli.sizing.hardware import Gpu
 
 SCHEMA = "mlora.bench.offline/1"
-_VERSIONS = ("torch", "triton")
 _NOTHING = "-"
 
 
 def facts(arguments: Sequence[str], device: str, known_commit: str | None) -> dict[str, Any]:
     """What makes a line repeatable: command, commit, card and versions."""
     names = gpu_names()
-    found: dict[str, Any] = {
+    return {
         "command": command_line(arguments),
         "commit": known_commit or commit(),
         "gpu": names[0] if names and device != "cpu" else None,
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
+        **versions(("torch", "triton")),
     }
-    for name in _VERSIONS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def cell(

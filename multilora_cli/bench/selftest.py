@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, run_load
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest
+from multilora_cli.bench.loadgen import run_load
 from multilora_cli.bench.prompts import PromptMaker
 from multilora_cli.bench.target import Target, raise_file_limit
 

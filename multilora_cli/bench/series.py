@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from multilora_cli.bench.loadgen import LoadResult
+from multilora_cli.bench.load import LoadResult
 
 _POINTS = 101
 _MAX_BINS, _MIN_BIN_S = 60, 0.25  # shorter bins would show single steps, not a rate

@@ -9,7 +9,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
 
-from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, run_load
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest
+from multilora_cli.bench.loadgen import run_load
 from multilora_cli.bench.stream import error_message
 from multilora_cli.errors import BadInput, MloraError, Unreachable, reason_of
 
@@ -78,13 +79,6 @@ def raise_file_limit() -> None:
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def clean_url(url: str, flag: str = "--url") -> str:
-    """The server's root address without `/v1`. Raises BadInput."""
-    if not url.startswith(("http://", "https://")) or not urlsplit(url).netloc:
-        raise BadInput(f"{flag} {url}: expected http://HOST:PORT")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 def public_url(url: str) -> str:

@@ -4,19 +4,14 @@ Draws follow the released generators number for number (same seeds, same order o
 table made here compares with the published one. Lengths are in tokens, times in seconds.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from multilora_cli.errors import BadInput
 from multilora_kernels.popularity import SHUFFLE_SEED, make_slots
 
-Arrival = Literal["global", "per-adapter"]
 SLORA_SEED = 42
-CHAMELEON_RANKS = (8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -100,37 +95,20 @@ SLORA_RANKS: dict[str, tuple[int, ...]] = {
 }
 
 
-def slora_trace(setting: SLora, arrival: Arrival = "global") -> list[BenchRequest]:
+def slora_trace(setting: SLora) -> list[BenchRequest]:
     """S-LoRA's trace: adapters, inputs, outputs and gaps drawn in the released order.
 
-    `global` is the released code (one Gamma process); `per-adapter` is what the paper describes
-    (an independent Gamma process for each adapter, mean rates by the same power law).
+    One Gamma process, as in the released code; the paper describes one for each adapter.
     """
     rng = np.random.RandomState(SLORA_SEED)
     count = int(setting.rate * setting.duration_s)
     adapters = (setting.num_adapters * rng.power(setting.alpha, count)).astype(np.int64)
     inputs = rng.randint(*setting.input_range, size=count)
     outputs = rng.randint(*setting.output_range, size=count)
-    if arrival == "per-adapter":
-        times = _per_adapter_times(rng, setting, adapters)
-    else:
-        shape = 1 / setting.cv**2
-        times = np.cumsum(rng.gamma(shape, setting.cv**2 / setting.rate, count))
+    times = np.cumsum(rng.gamma(1 / setting.cv**2, setting.cv**2 / setting.rate, count))
     rows = zip(adapters, inputs, outputs, times, strict=True)
     requests = [BenchRequest(int(a), int(i), int(o), float(t)) for a, i, o, t in rows]
     return sorted(requests, key=lambda request: request.arrival_s)
-
-
-def _per_adapter_times(
-    rng: np.random.RandomState, setting: SLora, adapters: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    times = np.empty(len(adapters))
-    shape = 1 / setting.cv**2
-    for adapter in np.unique(adapters):
-        mine = np.flatnonzero(adapters == adapter)
-        rate = len(mine) / setting.duration_s
-        times[mine] = np.cumsum(rng.gamma(shape, setting.cv**2 / rate, len(mine)))
-    return times
 
 
 def punica_trace(popularity: str, count: int = 1024, max_len: int = 2048) -> list[BenchRequest]:
@@ -154,29 +132,6 @@ def _punica_lengths(rng: np.random.Generator, max_len: int) -> tuple[int, int]:
     return int(prompt), int(total - prompt)
 
 
-def chameleon_ranks(num_adapters: int = 100) -> list[int]:
-    """Ranks of Chameleon's mix: equal numbers of each rank, in blocks."""
-    return [
-        CHAMELEON_RANKS[index * len(CHAMELEON_RANKS) // num_adapters]
-        for index in range(num_adapters)
-    ]
-
-
-def law_trace(
-    popularity: str, count: int, lengths: str, rate: float | None, cv: float = 1.0, seed: int = 0
-) -> list[BenchRequest]:
-    """A popularity law, a length law and a Gamma arrival process; `rate` None: all at once."""
-    if lengths not in LENGTHS:
-        raise BadInput(f"lengths {lengths!r}: expected one of {', '.join(LENGTHS)}")
-    rng = np.random.Generator(np.random.PCG64(seed))
-    law = LENGTHS[lengths]
-    inputs, outputs = law.input.draw(rng, count), law.output.draw(rng, count)
-    times = arrivals(rng, count, rate, cv)
-    adapters = make_slots(popularity, count, first_slot=0)
-    rows = zip(adapters, inputs, outputs, times, strict=True)
-    return [BenchRequest(int(a), int(i), int(o), float(t)) for a, i, o, t in rows]
-
-
 def arrivals(
     rng: np.random.Generator, count: int, rate: float | None, cv: float = 1.0
 ) -> npt.NDArray[np.float64]:
@@ -184,19 +139,3 @@ def arrivals(
     if rate is None:
         return np.zeros(count)
     return np.cumsum(rng.gamma(1 / cv**2, cv**2 / rate, count))
-
-
-def map_adapters(
-    requests: Sequence[BenchRequest], choose: Callable[[int], int | None]
-) -> list[BenchRequest]:
-    """The same requests with other adapters: for aliasing, or to make base-only twins."""
-    return [
-        request if request.adapter is None else replace(request, adapter=choose(request.adapter))
-        for request in requests
-    ]
-
-
-def offered_rate(requests: Sequence[BenchRequest]) -> float | None:
-    """Requests/s the trace really offers; None where all arrive at once."""
-    last = max((request.arrival_s for request in requests), default=0.0)
-    return len(requests) / last if last > 0 else None

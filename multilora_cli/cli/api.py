@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 
@@ -20,15 +20,20 @@ _TIMEOUT = httpx.Timeout(10.0, read=620.0)
 def server_url(url: str | None, fleet: Path | None = None) -> str:
     """`url`, else the address in the fleet file that would be served, else the default."""
     if url:
-        if not url.startswith(("http://", "https://")):
-            raise BadInput(f"--url {url}: expected http://HOST:PORT")
-        return url.rstrip("/").removesuffix("/v1")
+        return clean_url(url)
     from multilora_cli.fleet.load import DEFAULT_FILES, load_fleet
 
     if fleet is None and not any(Path(name).is_file() for name in DEFAULT_FILES):
         return DEFAULT_URL
     server = load_fleet(fleet).fleet.server
     return own_url(server.host, server.port or 8000)
+
+
+def clean_url(url: str, flag: str = "--url") -> str:
+    """The server's root address without `/v1`. Raises BadInput."""
+    if not url.startswith(("http://", "https://")) or not urlsplit(url).netloc:
+        raise BadInput(f"{flag} {url}: expected http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def own_url(host: str, port: int) -> str:

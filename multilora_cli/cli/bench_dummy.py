@@ -1,7 +1,7 @@
 """`mlora bench dummy`: a fleet of random weights to measure a server with."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -24,7 +24,9 @@ def dummy(
     adapters: Annotated[
         int, typer.Option(help="How many, where they are distinct.", min=1, max=4096)
     ] = 64,
-    quantization: Annotated[str, typer.Option(help="Of the base: none, fp8 or awq.")] = "none",
+    quantization: Annotated[
+        Literal["none", "fp8", "awq"], typer.Option(help="Of the base.")
+    ] = "none",
     layers: Annotated[
         int | None,
         typer.Option(
@@ -46,8 +48,6 @@ def dummy(
     from multilora_cli.errors import BadInput
 
     console = Console(as_json=as_json, quiet=quiet)
-    if quantization not in ("none", "fp8", "awq"):
-        raise BadInput(f"--quantization {quantization}: expected none, fp8 or awq")
     chosen = make_settings(setting.split(","), adapters, flag="--setting", layers=layers)
     try:
         path = write_fleet(folder, model, quantization, chosen)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from multilora_cli.bench.neutral import Setting
     from multilora_cli.bench.offline_report import Phases
+    from multilora_cli.engine.config import EngineConfig
     from multilora_cli.engine.engine import Engine
     from multilora_cli.engine.messages import AdapterRef
     from multilora_cli.sizing.budget import BaseBytes
     from multilora_cli.sizing.geometry import ModelGeometry
+    from multilora_cli.sizing.pages import AdapterCost
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def _empty_device_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def _config(options: EngineOptions, quantization: str, settings: "Sequence[Setting]"):  # type: ignore[no-untyped-def]
+def _config(
+    options: EngineOptions, quantization: str, settings: "Sequence[Setting]"
+) -> "EngineConfig":
     """The workload's limits: KV beside all adapters, no prefix cache."""
     from multilora_cli.engine.config import EngineConfig
     from multilora_cli.engine.device_memory import choose_device, choose_dtype
@@ -110,7 +114,7 @@ def _config(options: EngineOptions, quantization: str, settings: "Sequence[Setti
     )
 
 
-def _cost(geometry: "ModelGeometry", source: str, page_bytes: int, itemsize: int):  # type: ignore[no-untyped-def]
+def _cost(geometry: "ModelGeometry", source: str, page_bytes: int, itemsize: int) -> "AdapterCost":
     from multilora_cli.adapters.source.dummy import parse_spec
     from multilora_cli.sizing.pages import adapter_cost, uniform_ranks
 

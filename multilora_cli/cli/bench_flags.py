@@ -1,7 +1,7 @@
 """The flags of `mlora bench`, spelled once: what each is called and what it says of itself."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -51,7 +51,9 @@ Model = Annotated[
 AdaptersFrom = Annotated[
     str, typer.Option(help="models: the server's list; or a file with a name a line.")
 ]
-Prompts = Annotated[str, typer.Option(help="ids (completions), text (completions) or chat.")]
+Prompts = Annotated[
+    Literal["ids", "text", "chat"], typer.Option(help="ids and text go to completions.")
+]
 IgnoreEos = Annotated[bool, typer.Option(help="Send ignore_eos, which fixes output lengths.")]
 Slo = Annotated[str | None, typer.Option(help="For goodput: ttft=1s,itl=50ms,e2e=30s.")]
 Timeout = Annotated[float, typer.Option(help="Seconds a request may take.", min=1)]
@@ -101,12 +103,14 @@ OfflineLoads = Annotated[
 ]
 OfflineDevice = Annotated[str, typer.Option(help="auto, cpu or cuda:N.")]
 OfflineKv = Annotated[str, typer.Option(help="Memory for KV beside all adapters.")]
+# The default is what eight slots of rank 16 and their KV cache took together in the engine that the
+# setting compares with.
 OfflineTightPool = Annotated[
     str, typer.Option(help="Memory for KV and adapters in the setting pool.")
 ]
 OfflineMaxModelLen = Annotated[int, typer.Option(help="Context in tokens.", min=16)]
 OfflineLoadFormat = Annotated[
-    str, typer.Option(help="dummy: random weights; auto: those of the folder.")
+    Literal["auto", "dummy"], typer.Option(help="dummy: random weights; auto: those of the folder.")
 ]
 OfflineGpu = Annotated[
     str | None, typer.Option(help="The card of the bounds. Default: the one here.")

@@ -21,7 +21,16 @@ class FleetFile:
 
     @cached_property
     def _card(self) -> "Gpu | None":
-        return _card(self._options)
+        """The card named, else this machine's where the server is our own and runs on it."""
+        from multilora_cli.fleet.load import load_fleet
+        from multilora_cli.sizing.hardware import find_gpu, rated_gpu
+
+        options = self._options
+        if options.gpu is not None:
+            return find_gpu(options.gpu)
+        if options.url is not None:
+            return None
+        return rated_gpu(load_fleet(options.fleet).fleet.memory.device)
 
     @cached_property
     def _request(self) -> "PlanRequest":
@@ -59,22 +68,6 @@ class FleetFile:
             return wanted
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return read_quantization(config.get("quantization_config"), str(folder)).method
-
-
-def _card(options: "BenchOptions") -> "Gpu | None":
-    """The card named, else this machine's where the server is our own and not on the CPU."""
-    from multilora_cli.errors import BadInput
-    from multilora_cli.fleet.load import load_fleet
-    from multilora_cli.sizing.hardware import find_gpu, local_gpu
-
-    if options.gpu is not None:
-        return find_gpu(options.gpu)
-    if options.url is not None or load_fleet(options.fleet).fleet.memory.device == "cpu":
-        return None
-    try:
-        return local_gpu()
-    except BadInput:  # a card without figures in the table has no bound
-        return None
 
 
 def _costs(request: "PlanRequest", card: "Gpu", adapters: "Sequence[Adapter]") -> "Costs":

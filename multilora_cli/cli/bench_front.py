@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from multilora_cli.cli import bench_flags as flags
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import JsonOption, QuietOption
 
@@ -15,7 +16,7 @@ def front(
     streams: Annotated[int, typer.Option(help="Clients at once.", min=1, max=1280)] = 256,
     tokens: Annotated[int, typer.Option(help="Tokens of each.", min=2, max=100_000)] = 400,
     gap: Annotated[float, typer.Option(help="Seconds between steps of the engine.", min=0)] = 0.01,
-    style: Annotated[str, typer.Option(help="ids or text (completions), or chat.")] = "ids",
+    style: flags.Prompts = "ids",
     vocabulary: Annotated[int, typer.Option(min=1000, help="Tokens of the tokenizer.")] = 128_256,
     profile: Annotated[
         Path | None, typer.Option(help="Write cProfile's figures of the front to a file.")
@@ -32,7 +33,6 @@ def front(
     from dataclasses import asdict
 
     from multilora_cli.bench.front import FrontLoad, measure_front
-    from multilora_cli.cli.bench_run import check_style
     from multilora_cli.cli.bench_view import show_figures
 
     console = Console(as_json=as_json, quiet=quiet)
@@ -40,7 +40,7 @@ def front(
     load = FrontLoad(
         streams=streams,
         tokens=tokens,
-        style=check_style(style),
+        style=style,
         gap_s=gap,
         vocab_size=vocabulary,
         profile=str(profile) if profile else None,

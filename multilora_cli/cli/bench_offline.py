@@ -57,6 +57,7 @@ def offline(
     from multilora_cli.bench.neutral import Shape, make_settings
     from multilora_cli.cli.bench_engine import EngineOptions
     from multilora_cli.cli.bench_options import check_writable
+    from multilora_cli.sizing.hardware import find_gpu, rated_gpu
     from multilora_cli.units import parse_size
 
     check_writable(output, "--output")
@@ -71,7 +72,7 @@ def offline(
         settings=make_settings(settings.split(","), adapters),
         batches=batches,
         shape=Shape(inputs[0], outputs[0], rounds),
-        gpu=_card(gpu, device),
+        gpu=rated_gpu(device) if gpu is None else find_gpu(gpu),
         output=output,
         commit=commit,
         arguments=tuple(sys.argv[1:]),
@@ -83,7 +84,7 @@ def offline(
             scratch=Path(scratch),
             cache=cache or Path(scratch) / "adapters",
             device=device,
-            load_format="dummy" if load_format == "dummy" else "auto",
+            load_format=load_format,
             max_model_len=max_model_len,
             max_num_seqs=max(256, *batches),
             max_num_batched_tokens=8192,
@@ -317,21 +318,6 @@ def _usual_model(console: Console, device: str) -> str:
         return "llama-3-8b"
     console.note("on a CPU the shape tiny is measured; another one: --model llama-3-8b")
     return "tiny"
-
-
-def _card(name: str | None, device: str) -> "Gpu | None":
-    """The card named, else this machine's where the engine runs on it and its rates are known."""
-    from multilora_cli.errors import BadInput
-    from multilora_cli.sizing.hardware import find_gpu, local_gpu
-
-    if name is not None:
-        return find_gpu(name)
-    if device == "cpu":
-        return None
-    try:
-        return local_gpu()
-    except BadInput:  # a card without figures in the table has no bound
-        return None
 
 
 def _choices(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multilora_cli.bench.arms import Preset
+    from multilora_cli.bench.prompts import PromptStyle
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class BenchOptions:
     gpu: str | None
     model: str | None
     adapters_from: str
-    prompts: str
+    prompts: "PromptStyle"
     ignore_eos: bool
     slo: str | None
     timeout: float  # seconds

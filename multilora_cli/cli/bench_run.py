@@ -11,7 +11,6 @@ from multilora_cli.cli.console import Console
 if TYPE_CHECKING:
     from multilora_cli.bench.arms import Program, Workload
     from multilora_cli.bench.campaign import Pass, Side
-    from multilora_cli.bench.prompts import PromptStyle
     from multilora_cli.bench.target import Adapter, Fleet
 
 _SAME_LOADS = ("heterogeneous", "punica", "cold-start", "churn", "smoke")  # on every server
@@ -29,7 +28,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
-    prompts = PromptMaker(check_style(options.prompts), options.seed, options.ignore_eos)
+    prompts = PromptMaker(options.prompts, options.seed, options.ignore_eos)
     _check_early(options)
     raise_file_limit()
     async with AsyncExitStack() as stack:
@@ -76,24 +75,14 @@ def _check_early(options: BenchOptions) -> None:
             only(program, options.compare.split(","))
 
 
-def check_style(text: str) -> "PromptStyle":
-    """How prompts are sent. Raises BadInput."""
-    from multilora_cli.bench.prompts import PATHS
-    from multilora_cli.errors import BadInput
-
-    for style in PATHS:
-        if style == text:
-            return style
-    raise BadInput(f"--prompts {text}: expected {', '.join(PATHS)}")
-
-
 async def _sides(
     console: Console, options: BenchOptions, stack: AsyncExitStack
 ) -> "tuple[Side, ...]":
     from urllib.parse import urlsplit
 
     from multilora_cli.bench.campaign import Side
-    from multilora_cli.bench.target import Target, clean_url
+    from multilora_cli.bench.target import Target
+    from multilora_cli.cli.api import clean_url
     from multilora_cli.cli.background_server import background_server
     from multilora_cli.cli.bench_own_engine import own_engine
 

@@ -9,7 +9,7 @@ from multilora_cli.units import format_duration
 
 if TYPE_CHECKING:
     from multilora_cli.bench.campaign import Pass
-    from multilora_cli.bench.loadgen import Progress
+    from multilora_cli.bench.load import Progress
 
 _WIDE = 160  # columns of a terminal that hold the whole table
 _MAX_GROUP_ROWS = 40  # more is for the report

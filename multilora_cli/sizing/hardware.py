@@ -100,29 +100,49 @@ def find_gpu(name: str) -> Gpu:
     )
 
 
-def local_card() -> tuple[str, int] | None:
-    """Name and memory (MiB) of the first card here, by NVML; None where there is none."""
+def local_cards() -> list[tuple[str, int]]:
+    """Name and memory (MiB) of every card here, by NVML; none where there is no driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return None
+        return []
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        raw = pynvml.nvmlDeviceGetName(handle)
-        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        return [_described(index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:
-        return None
+        return []
     finally:
         pynvml.nvmlShutdown()
-    return raw.decode() if isinstance(raw, bytes) else str(raw), memory // 2**20
+
+
+def _described(index: int) -> tuple[str, int]:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    name = pynvml.nvmlDeviceGetName(handle)
+    memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+    return name.decode() if isinstance(name, bytes) else str(name), memory // 2**20
+
+
+def local_card() -> tuple[str, int] | None:
+    """Name and memory (MiB) of the first card here; None where there is none."""
+    return next(iter(local_cards()), None)
 
 
 def local_gpu() -> Gpu | None:
     """The table's card for the first one in this machine. Raises BadInput where it is unknown."""
     found = local_card()
     return None if found is None else match_gpu(*found)
+
+
+def rated_gpu(device: str) -> Gpu | None:
+    """This machine's card for what runs on `device`; None on a CPU, and for a card whose rates are
+    not in the table."""
+    try:
+        return None if device == "cpu" else local_gpu()
+    except BadInput:
+        return None
 
 
 def match_gpu(name: str, memory_mib: int) -> Gpu:

@@ -282,7 +282,7 @@ def test_a_server_that_may_take_no_token_ids_is_told_how_else_to_ask() -> None:
         (("--rate", "-1"), "--rate -1"),
         (("--rate", "nan"), "--rate nan"),
         (("--model", "nobody"), "--model nobody"),
-        (("--prompts", "poems"), "--prompts poems"),
+        (("--prompts", "poems"), "poems"),
         (("--slo", "speed=1"), "--slo speed=1"),
         (("--lengths", "x"), "--lengths x"),
         (("--against", "nowhere"), "--against nowhere"),
@@ -307,7 +307,7 @@ def test_a_fleet_that_is_not_there_is_told_before_anything_starts(tmp_path: Path
 
 
 def test_rates_presets_and_the_live_line() -> None:
-    from multilora_cli.bench.loadgen import Progress
+    from multilora_cli.bench.load import Progress
 
     assert parse_rate(None) is None and parse_rate("inf") == float("inf")
     assert pick_preset(None, True) == "heterogeneous" and pick_preset("churn", False) == "churn"

@@ -13,8 +13,9 @@ from multilora_cli.bench.campaign import Pass, Settings, Side, run_program
 from multilora_cli.bench.churn import churning
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.prompts import PromptMaker
-from multilora_cli.bench.target import Target, clean_url, public_url
+from multilora_cli.bench.target import Target, public_url
 from multilora_cli.bench.workload import BenchRequest
+from multilora_cli.cli.api import clean_url
 from multilora_cli.errors import BadInput, MloraError, Unreachable
 from tests.bench.test_workload_bound import costs
 

@@ -88,7 +88,7 @@ def test_every_id_of_a_dummy_vocabulary_has_text() -> None:
 
 def test_wrong_settings_are_named(tmp_path: Path) -> None:
     assert "--setting nobody" in make(tmp_path, "--setting", "nobody", code=2).output
-    assert "--quantization int3" in make(tmp_path, "--quantization", "int3", code=2).output
+    assert "int3" in make(tmp_path, "--quantization", "int3", code=2).output
 
 
 def test_only_some_arms_in_the_order_asked_for() -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from multilora_cli.bench.engine_load import EngineSide, run_engine_load
-from multilora_cli.bench.loadgen import Load, LoadResult, PlannedRequest, Progress
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest, Progress
 from multilora_cli.bench.prompts import PromptMaker
 from multilora_cli.cli.app import app
 from multilora_cli.engine.messages import (

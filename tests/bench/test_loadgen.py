@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from multilora_cli.bench.loadgen import (
-    Load,
-    LoadResult,
-    PlannedRequest,
-    Progress,
-    duration_of,
-    run_load,
-)
+from multilora_cli.bench.load import Load, LoadResult, PlannedRequest, Progress, Tally
+from multilora_cli.bench.loadgen import run_load
 from multilora_cli.bench.loopback import Loopback, Script
 from multilora_cli.bench.prompts import ID_RANGE, PromptMaker
 from multilora_cli.bench.selftest import self_test
@@ -70,8 +64,10 @@ def test_hanging_up_is_not_part_of_a_load() -> None:
     done = drive(ask("a", tokens=1), load=Load(PromptMaker()))[0].records
 
     def lasted(limit_s: float | None, now_s: float, *ends: float) -> float:
-        records = [replace(done[0], end_s=end) for end in ends]
-        return duration_of(records, now_s, Load(PromptMaker(), limit_s=limit_s))
+        tally = Tally([], Load(PromptMaker(), limit_s=limit_s))
+        for index, end in enumerate(ends):
+            tally.end(replace(done[0], index=index, end_s=end))
+        return tally.result(now_s, cpu_s=0.0).duration_s
 
     assert lasted(None, 3.0, 2.0) == 3.0
     assert lasted(5.0, 3.0, 2.9) == 3.0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from multilora_cli.bench.loadgen import RequestRecord
+from multilora_cli.bench.load import RequestRecord
 from multilora_cli.bench.measure import (
     BASE,
     Known,

@@ -5,18 +5,11 @@ import pytest
 
 from multilora_cli.bench.workload import (
     LENGTHS,
-    SLORA_RANKS,
-    BenchRequest,
     SLora,
     arrivals,
-    chameleon_ranks,
-    law_trace,
-    map_adapters,
-    offered_rate,
     punica_trace,
     slora_trace,
 )
-from multilora_cli.errors import BadInput
 
 FIRST_10 = [(388, 268, 0.050), (467, 357, 0.088), (14, 509, 0.104)]
 
@@ -66,15 +59,6 @@ def test_alpha_concentrates_when_small(alpha: float, top: float, distinct: int) 
 def test_bursts_stretch_the_trace(cv: float, last: float) -> None:
     trace = slora_trace(SLora(200, cv=cv))
     assert trace[-1].arrival_s == pytest.approx(last, abs=0.6)
-    assert offered_rate(trace) == pytest.approx(600 / trace[-1].arrival_s)
-
-
-def test_per_adapter_arrivals_keep_everything_but_the_times() -> None:
-    one, other = slora_trace(SLora(20)), slora_trace(SLora(20), "per-adapter")
-    key = lambda r: (r.adapter, r.input_tokens, r.output_tokens)  # noqa: E731
-    assert sorted(map(key, one)) == sorted(map(key, other))
-    assert [r.arrival_s for r in other] == sorted(r.arrival_s for r in other)
-    assert one[0].arrival_s != other[0].arrival_s
 
 
 def test_punica_lengths() -> None:
@@ -123,22 +107,3 @@ def test_arrivals_have_their_rate_and_burstiness() -> None:
         assert gaps.mean() == pytest.approx(0.25, rel=0.05)
         assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.05)
     assert not arrivals(rng, 5, None).any()
-
-
-def test_law_traces_repeat_and_refuse_unknown_laws() -> None:
-    one = law_trace("skewed", 64, "arena-like", 2.0, seed=3)
-    assert one == law_trace("skewed", 64, "arena-like", 2.0, seed=3)
-    assert one != law_trace("skewed", 64, "arena-like", 2.0, seed=4)
-    assert offered_rate(law_trace("distinct", 8, "arena-like", None)) is None
-    with pytest.raises(BadInput, match="sharegpt-like"):
-        law_trace("distinct", 8, "sharegpt", None)
-
-
-def test_ranks_and_mapping() -> None:
-    ranks = chameleon_ranks(100)
-    assert {rank: ranks.count(rank) for rank in set(ranks)} == dict.fromkeys(
-        (8, 16, 32, 64, 128), 20
-    )
-    assert SLORA_RANKS["S2"] == (64, 32, 16, 8)
-    twins = map_adapters([BenchRequest(7, 1, 1), BenchRequest(None, 1, 1)], lambda a: a % 4)
-    assert [request.adapter for request in twins] == [3, None]
