@@ -148,7 +148,8 @@ def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, **config: Any) 
 
 def tiny_registry(folder: Path, names: tuple[str, ...] = ("upper", "acme/legal")) -> "Registry":
     """The real registry over adapters written below `folder`, which is also its root."""
-    from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+    from multilora_cli.adapters.entry import AdapterRequest, ServedBase
+    from multilora_cli.adapters.registry import Registry
     from multilora_cli.text.adapter_text import TextChecker
 
     geometry = tiny_geometry(folder / "base")

@@ -22,7 +22,8 @@ import torch
 
 from multilora_cli.adapters import digest
 from multilora_cli.adapters.crew import Crew
-from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+from multilora_cli.adapters.entry import AdapterRequest, ServedBase
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.adapters.vectors import UnknownBase
 from multilora_cli.bench.geometries import config_folder
 from multilora_cli.engine.adapter_reader import AdapterReader
@@ -72,7 +73,7 @@ def adapters(
     for _, error in registry.register_all(requests, num_threads=2):
         raise error
     entries = [registry.with_digest(request.name) for request in requests]
-    return [AdapterRef(e.name, e.digest or "", e.path, e.generation) for e in entries]
+    return list(map(AdapterRef.of, entries))
 
 
 def main(arguments: argparse.Namespace) -> None:

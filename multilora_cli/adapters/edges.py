@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from multilora_cli.adapters.coverage import FLOAT_DTYPES
 from multilora_cli.adapters.peft_config import AdapterConfig
 from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
@@ -202,9 +203,10 @@ class EdgeBinder:
                 "base_mismatch",
                 entry.name,
             )
-        if entry.dtype not in ("F64", "F32", "F16", "BF16"):
+        if entry.dtype not in FLOAT_DTYPES:
             self._fail(
-                f"tensor {quoted(entry.name)}: dtype {entry.dtype}, expected a float",
+                f"tensor {quoted(entry.name)}: dtype {entry.dtype}, expected one of "
+                + ", ".join(FLOAT_DTYPES),
                 "dtype",
                 entry.name,
             )

@@ -27,9 +27,10 @@ from multilora_cli.adapters.safetensors_header import (
     read_json,
 )
 from multilora_cli.adapters.strict_json import quoted
+from multilora_cli.adapters.tensor_names import EDGES
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
-from multilora_kernels.layout import NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorKind
+from multilora_kernels.layout import MODULES, NO_EXTRAS, VECTOR_ITEMSIZE, Extras, VectorKind
 
 NO_EDGES = Edges()
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -43,8 +44,6 @@ _CONVERT = (
     " torch.load('adapter_model.bin', map_location='cpu', weights_only=True).items()},"
     " 'adapter_model.safetensors')\""
 )
-_MODULE_ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-                 "embed_tokens", "lm_head")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class AdapterFile:
         """The kinds of projections that are adapted, in the base's order."""
         present: set[str] = {module for _, module in self.weights}
         present.update(self.edges.lora, self.edges.saved, self.edges.token_rows)
-        return tuple(module for module in _MODULE_ORDER if module in present)
+        return tuple(module for module in (*MODULES, *EDGES) if module in present)
 
     @property
     def num_weights(self) -> int:

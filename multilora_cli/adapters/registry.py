@@ -35,10 +35,6 @@ from multilora_cli.adapters.survey import Survey
 from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
 
-__all__ = [
-    "AdapterEntry", "AdapterRequest", "Candidate", "Pin", "Registered", "Registry", "ServedBase",
-]  # fmt: skip
-
 RETRY_S = (5.0, 300.0)  # first and longest pause before a source that was down is asked again
 
 
@@ -188,12 +184,6 @@ class Registry:
             digest = self._promised.pop(candidate.entry.generation, None)
         if digest is not None:
             self.release(digest)
-
-    def load(
-        self, name: str, path: str, *, replacing: bool = False, pin: Pin | None = None
-    ) -> Registered:
-        """`register` for a client: `path` must be a real folder below one of the roots."""
-        return self.register(self.from_client(name, path, pin), replacing=replacing)
 
     def from_client(self, name: str, path: str, pin: Pin | None = None) -> AdapterRequest:
         """The request for a folder that a client names. Raises AdapterError outside the roots."""

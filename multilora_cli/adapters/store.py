@@ -2,7 +2,6 @@
 
     entries/DIGEST/     an adapter and its manifest.json, complete or not there
     refs/KEY            what a source stood for when it was last asked
-    pins/DIGEST         never evicted
     partial/USER-N      what a running process is writing
     users/USER          the digests one running process uses; locked as long as it lives
     locks/              one process at a time fetches a source, or publishes or evicts a digest
@@ -40,7 +39,7 @@ FORMAT = 1  # of manifests and refs; entries of another one are fetched again
 _MANIFEST = "manifest.json"
 _MANIFEST_BYTES_MAX = 2**20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FOLDERS = ("entries", "refs", "pins", "partial", "users", "locks")
+_FOLDERS = ("entries", "refs", "partial", "users", "locks")
 _DISK = Disk()
 
 
@@ -243,16 +242,6 @@ class DiskStore:
         """This process no longer uses the entry."""
         self._use.discard(digest)
 
-    def pin(self, digest: str) -> None:
-        """Never evict the entry, in any process, until `unpin`."""
-        with self._in_words("pinning"):
-            descriptor = os.open(self._root / "pins" / digest, os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.close(descriptor)
-
-    def unpin(self, digest: str) -> None:
-        """Undo `pin`."""
-        (self._root / "pins" / digest).unlink(missing_ok=True)
-
     def total_bytes(self) -> int:
         """What all entries take, those of other processes included."""
         return sum(self._scan().values())
@@ -274,7 +263,7 @@ class DiskStore:
             raise AdapterUnavailable(
                 f"disk cache {self._root}: {format_size(num_bytes)} needed,"
                 f" {format_size(max(num_bytes - over, 0))} left of the budget of"
-                f" {format_size(self._budget_bytes)}: the rest is pinned or in use"
+                f" {format_size(self._budget_bytes)}: the rest is in use"
             )
         if lacking > 0:
             raise self._disk_full(num_bytes)
@@ -333,9 +322,8 @@ class DiskStore:
 
     def _by_age(self, sizes: Mapping[str, int]) -> list[str]:
         """Entries that may go, the least recently used first."""
-        kept = self._use.all() | set(os.listdir(self._root / "pins"))
         times = {}
-        for digest in sizes.keys() - kept:
+        for digest in sizes.keys() - self._use.all():
             try:
                 times[digest] = os.stat(self._entry(digest) / _MANIFEST).st_mtime_ns
             except FileNotFoundError:

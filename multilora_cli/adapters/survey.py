@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from multilora_cli.adapters.safetensors_header import (
     read_header_bytes,
 )
 from multilora_cli.adapters.strict_json import JsonError, parse_json
+from multilora_cli.fleet.replace_file import replace_file
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_kernels.layout import VECTOR_ITEMSIZE, Extras, MatrixName, VectorKind
 
@@ -178,7 +178,8 @@ class Surveyor:
             memory.folders[folder] = _Known(files, place)
         self._old = memory
         with contextlib.suppress(OSError):
-            _write(self._file, msgspec.msgpack.encode(memory))
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(self._file, msgspec.msgpack.encode(memory), 0o600)
 
     def _remembered(self, folder: str, files: tuple[_Key, _Key]) -> Shape | None:
         known = self._old.folders.get(folder)
@@ -293,16 +294,3 @@ def _read_memory(file: Path | None) -> _Memory:
         return _Memory()
     places = range(len(memory.shapes))
     return memory if all(k.shape in places for k in memory.folders.values()) else _Memory()
-
-
-def _write(file: Path, data: bytes) -> None:
-    """Whole or not at all: whoever reads sees the old content or the new."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=file.name, dir=file.parent)
-    try:
-        with open(descriptor, "wb") as stream:
-            stream.write(data)
-        os.replace(temporary, file)
-    except OSError:
-        os.unlink(temporary)
-        raise

@@ -86,8 +86,7 @@ class EngineTarget:
             self._engine.step()
 
     def _ref(self, name: str) -> AdapterRef:
-        entry = self._registry.with_digest(name)
-        return AdapterRef(entry.name, entry.digest or "", entry.path, entry.generation)
+        return AdapterRef.of(self._registry.with_digest(name))
 
     def _take_ids(self, number: int) -> int:
         first = self._ids

@@ -125,7 +125,8 @@ def _cost(geometry: "ModelGeometry", source: str, page_bytes: int, itemsize: int
 
 def make_adapters(engine: "Engine", setting: "Setting", folder: Path, cache: Path) -> Adapters:
     """The adapters of `setting` as files below `cache`, registered as a server registers them."""
-    from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+    from multilora_cli.adapters.entry import AdapterRequest, ServedBase
+    from multilora_cli.adapters.registry import Registry
     from multilora_cli.engine.messages import AdapterRef
     from multilora_cli.sizing.geometry import read_geometry
 
@@ -140,7 +141,7 @@ def make_adapters(engine: "Engine", setting: "Setting", folder: Path, cache: Pat
         entries = list(pool.map(lambda r: registry.with_digest(r.name), requests))
     itemsize = 4 if engine.parts.ready.dtype == "float32" else 2
     return Adapters(
-        tuple(AdapterRef(e.name, e.digest or "", e.path, e.generation) for e in entries),
+        tuple(map(AdapterRef.of, entries)),
         tuple(_cost(geometry, s, page, itemsize).weight_bytes for s in setting.sources),
     )
 

@@ -52,7 +52,8 @@ def front(
 
 def serve_pretended(base: Path, vocab_size: int, gap_s: float, profile: str | None) -> None:
     """The front process over a pretended engine; writes its port to standard output."""
-    from multilora_cli.adapters.registry import Registry, ServedBase
+    from multilora_cli.adapters.entry import ServedBase
+    from multilora_cli.adapters.registry import Registry
     from multilora_cli.bench.pretend_engine import pretend_spawn
     from multilora_cli.server.config import ServerConfig
     from multilora_cli.server.launch import Hooks, Served, run_server

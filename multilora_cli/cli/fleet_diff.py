@@ -38,7 +38,7 @@ def diff(
     Example: mlora diff fleet.yaml
     """
     console = Console(as_json=as_json, quiet=quiet)
-    report = _ask(_loaded(fleet, settings or ()), url, api_key, dry_run=True)
+    report = _ask(fleet, settings or (), url, api_key, dry_run=True)
     _show(console, report)
     if report["changes"] or report["restart"]:
         raise typer.Exit(1)
@@ -64,31 +64,24 @@ def apply(
     Example: mlora apply fleet.yaml
     """
     console = Console(as_json=as_json, quiet=quiet)
-    report = _ask(_loaded(fleet, settings or ()), url, api_key, dry_run=False)
+    report = _ask(fleet, settings or (), url, api_key, dry_run=False)
     _show(console, report)
     if not quiet:
         count = len(report["changes"])
         console.line(f"applied, {count} changed" if count else "nothing differs")
 
 
-def _loaded(path: Path | None, settings: Sequence[str]) -> "LoadedFleet":
-    """A fleet file that could be served. Raises FleetError."""
+def _ask(
+    path: Path | None, settings: Sequence[str], url: str | None, key: str | None, *, dry_run: bool
+) -> dict[str, Any]:
+    """The server's report on a fleet file, which it serves unless `dry_run`. Raises MloraError."""
+    from multilora_cli.cli.api import Api, server_url
     from multilora_cli.fleet.load import load_fleet
-    from multilora_cli.fleet.support import check_served
 
     loaded = load_fleet(path, settings)
-    check_served(loaded)
-    return loaded
-
-
-def _ask(
-    loaded: "LoadedFleet", url: str | None, api_key: str | None, *, dry_run: bool
-) -> dict[str, Any]:
-    """The server's report on a fleet, which it serves unless `dry_run`. Raises MloraError."""
-    from multilora_cli.cli.api import Api, server_url
 
     async def send() -> dict[str, Any]:
-        async with Api(server_url(url, loaded.path), api_key) as api:
+        async with Api(server_url(url, loaded.path), key) as api:
             return await api.fleet({**fleet_body(loaded), "dry_run": dry_run})
 
     return {**asyncio.run(send()), "file": str(loaded.path)}

@@ -14,7 +14,6 @@ from multilora_cli.cli.front import check_front
 from multilora_cli.errors import AdapterError, BadInput, MloraError, Refused
 from multilora_cli.fleet.declared import declared_patterns
 from multilora_cli.fleet.load import LoadedFleet, load_fleet
-from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import open_checkpoint
 from multilora_cli.models.quantized_tensors import find_linears
 from multilora_cli.sizing.budget import CONTEXT_BYTES, base_bytes
@@ -44,7 +43,6 @@ def plan_request(
     """
     loaded = load_fleet(path, settings)
     notes = check_front(loaded, elsewhere=elsewhere)
-    check_served(loaded)
     folder = fetch_config(loaded)
     geometry = read_geometry(folder)
     check_context(loaded.fleet.base.max_model_len, geometry)
@@ -56,7 +54,7 @@ def plan_request(
     itemsize = compute_itemsize(loaded, has_card=card is not None)
     is_what_if = any(setting.split("=")[0].strip() == "base.quantization" for setting in settings)
     quantization, more = _quantization(loaded, geometry, folder, is_what_if=is_what_if)
-    has_fp8 = card is not None and card.fp8_tflops is not None
+    has_fp8 = card is not None and card.has_fp8
     quantization = quantization.on(gpu=card is not None, has_fp8=has_fp8, itemsize=itemsize)
     return PlanRequest(
         fleet=loaded.fleet,

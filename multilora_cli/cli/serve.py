@@ -104,7 +104,6 @@ def _reread(path: Path, overrides: list[str]) -> "FleetBody":
     from multilora_cli.cli.fleet_diff import fleet_body
     from multilora_cli.errors import FleetError
     from multilora_cli.fleet.load import load_fleet
-    from multilora_cli.fleet.support import check_served
     from multilora_cli.server.bodies import FleetBody
 
     try:
@@ -113,7 +112,6 @@ def _reread(path: Path, overrides: list[str]) -> "FleetBody":
         if not overrides:
             raise
         loaded = load_fleet(path, overrides)
-    check_served(loaded)
     return msgspec.convert(fleet_body(loaded), FleetBody)
 
 

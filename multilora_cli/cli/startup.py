@@ -23,7 +23,6 @@ from multilora_cli.fleet.declared import (
 from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
 from multilora_cli.fleet.schema import Limits
 from multilora_cli.fleet.statefile import StateFile, state_path
-from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.progress import Report, silent
 from multilora_cli.server.auth import tenant_of
@@ -69,7 +68,6 @@ def prepare(
     `check` sees what the file says before a base is fetched; what it raises ends the start.
     """
     loaded = load_fleet(path, overrides)
-    check_served(loaded)
     check(loaded)
     declared = by_name(map(request_of, declared_adapters(loaded)))
     requests, changes, notes = _changed(loaded, overrides, declared)

@@ -29,7 +29,6 @@ from multilora_cli.engine.probe import ANSWER_TOKENS
 from multilora_cli.errors import BadInput, MloraError, Refused, reason_of
 from multilora_cli.fleet.declared import declared_patterns
 from multilora_cli.fleet.load import LoadedFleet
-from multilora_cli.fleet.support import check_served
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.progress import Report
@@ -106,7 +105,6 @@ class Verification:
     """One run over a fleet. Raises MloraError for what is wrong with fleet or base."""
 
     def __init__(self, loaded: LoadedFleet, report: Report) -> None:
-        check_served(loaded)
         self._loaded = loaded
         self._report = report
         self._folder = fetch_base(loaded, report)

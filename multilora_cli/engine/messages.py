@@ -4,9 +4,12 @@ msgspec structs over one inherited socket pair, length-prefixed msgpack, no pick
 Token ids only: the engine never sees text. The front resolves names to digests before it submits.
 """
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from multilora_cli.adapters.entry import AdapterEntry
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Tier = Literal["cold", "stored", "warm", "hot", "failed"]
@@ -38,6 +41,11 @@ class AdapterRef(msgspec.Struct, frozen=True):
     digest: str  # sha256 hex of config and tensors
     path: str  # local folder that holds adapter_config.json and *.safetensors
     generation: int  # grows with every replacement under one name
+
+    @classmethod
+    def of(cls, entry: "AdapterEntry") -> "AdapterRef":
+        """The version that a registry's entry stands for; its digest is known."""
+        return cls(entry.name, entry.digest or "", entry.path, entry.generation)
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

@@ -1,18 +1,16 @@
 """What a fleet file declares, in one form for start, `mlora diff` and `mlora apply`."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from multilora_cli.fleet.expand import expand_adapters
 from multilora_cli.fleet.load import LoadedFleet
-from multilora_cli.fleet.pattern import NamePattern
+from multilora_cli.fleet.pattern import NamePattern, is_folder
 from multilora_cli.fleet.schema import Adapter, AdapterPattern
 from multilora_cli.units import format_size
 
 _SIZES = frozenset({"memory.device_bytes", "memory.host_adapters", "memory.disk_cache"})
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
 def declared_adapters(loaded: LoadedFleet) -> list[Adapter]:
@@ -47,7 +45,7 @@ def spoken(key: str, value: object) -> str:
 
 
 def _absolute(adapter: Adapter, folder: Path) -> Adapter:
-    if _SCHEME.match(adapter.source):
+    if not is_folder(adapter.source):
         return adapter
     path = folder.absolute() / Path(adapter.source).expanduser()
     return adapter.model_copy(update={"source": os.path.normpath(path)})

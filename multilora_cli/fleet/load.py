@@ -118,6 +118,12 @@ def _as_fleet_error(error: ValidationError, place: Callable[[KeyPath], str]) -> 
     return FleetError("\n".join(lines))
 
 
+def first_problem(error: ValidationError) -> str:
+    """What is wrong first in a file that a program wrote, without the value that was found."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
+
+
 def _place(path: KeyPath, document: Document, file: str, given: Mapping[KeyPath, str]) -> str:
     """The flag that set it, else `file:line:column` of the nearest thing that the file holds."""
     for end in range(len(path), -1, -1):

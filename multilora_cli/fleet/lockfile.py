@@ -8,22 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from multilora_cli.errors import FleetError
-from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.load import LoadedFleet, first_problem
 from multilora_cli.fleet.replace_file import replace_file
-from multilora_cli.fleet.schema import Adapter, AdapterName, Digest, Text
+from multilora_cli.fleet.schema import Adapter, AdapterName, Digest, Part, Text
 
 _BYTES_MAX = 64 * 2**20
 _HUB = "hf://"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class LockedAdapter(_Part):
+class LockedAdapter(Part):
     """One adapter as it was: `revision` is the Hub's commit, else a digest of object versions."""
 
     source: Text
@@ -31,7 +27,7 @@ class LockedAdapter(_Part):
     digest: Digest
 
 
-class FleetLock(_Part):
+class FleetLock(Part):
     """All remote adapters by name."""
 
     format: Literal[1] = 1
@@ -58,9 +54,7 @@ def read_lock(fleet: Path) -> FleetLock | None:
             raise FleetError(f"{path}: more than {_BYTES_MAX:,} bytes", hint=_hint(fleet))
         return FleetLock.model_validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "lock"
-        raise FleetError(f"{path}: {where}: {first['msg']}", hint=_hint(fleet)) from None
+        raise FleetError(f"{path}: {first_problem(error)}", hint=_hint(fleet)) from None
 
 
 def write_lock(fleet: Path, lock: FleetLock) -> Path:
@@ -68,7 +62,7 @@ def write_lock(fleet: Path, lock: FleetLock) -> Path:
     path = lock_path(fleet)
     text = lock.model_dump_json(indent=2) + "\n"
     try:
-        replace_file(path, text, 0o644)  # meant to be committed and read by others
+        replace_file(path, text.encode(), 0o644)  # meant to be committed and read by others
     except OSError as error:
         raise FleetError(f"{path}: not writable: {error.strerror or error}") from None
     return path

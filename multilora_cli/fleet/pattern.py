@@ -19,6 +19,11 @@ _VALUE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
+def is_folder(source: str) -> bool:
+    """Whether a source is a folder of this machine: it names no scheme, such as hf: or demo:."""
+    return _SCHEME.match(source) is None
+
+
 @dataclass(frozen=True)
 class NamePattern:
     """One pattern of a fleet. Raises ValueError where pattern and source do not fit together."""
@@ -54,7 +59,7 @@ class NamePattern:
     @property
     def is_local(self) -> bool:
         """Whether the source is a folder of this machine."""
-        return _SCHEME.match(self.source) is None
+        return is_folder(self.source)
 
     @property
     def root(self) -> str:

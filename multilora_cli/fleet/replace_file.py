@@ -5,15 +5,15 @@ import tempfile
 from pathlib import Path
 
 
-def replace_file(path: Path, text: str, mode: int) -> os.stat_result:
-    """Write `text` to `path` with permissions `mode`; what the new file is. Raises OSError.
+def replace_file(path: Path, data: bytes, mode: int) -> os.stat_result:
+    """Write `data` to `path` with permissions `mode`; what the new file is. Raises OSError.
 
     Its bytes have reached the medium before its name does, which `sync_folder` waits for.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fchmod(descriptor, mode)
             os.fsync(descriptor)

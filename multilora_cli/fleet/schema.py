@@ -20,6 +20,7 @@ from multilora_cli.fleet.pattern import NamePattern
 from multilora_cli.units import parse_duration, parse_size
 
 MAX_ADAPTERS = 50_000
+REMOTE_SCHEMES = ("hf://", "s3://")  # what is fetched into the disk store
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._-]{0,127})?")
 _SECRET = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:[^\x00-\x1f]+")
 _TEMPLATE_ENDINGS = (".jinja", ".j2")
@@ -88,11 +89,13 @@ TemplateOwner = Annotated[Text, AfterValidator(_template)]
 Weight = Annotated[float, Field(ge=0.01, le=100, strict=False)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """A section of a file of ours: frozen, closed, nothing converted."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Base(_Part):
+class Base(Part):
     """The base model."""
 
     model: Text = Field(description="folder, Hub id, or demo:base")
@@ -114,7 +117,7 @@ class Base(_Part):
         return self.name or re.split(r"[/:]", self.model.rstrip("/"))[-1]
 
 
-class Memory(_Part):
+class Memory(Part):
     """Where bytes may go."""
 
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")] = "auto"
@@ -135,7 +138,7 @@ class Memory(_Part):
     )
 
 
-class Limits(_Part):
+class Limits(Part):
     """What one step and one request may ask for."""
 
     max_num_seqs: int = Field(default=256, ge=1, le=4096)
@@ -160,7 +163,7 @@ class Limits(_Part):
     )
 
 
-class Adapter(_Part):
+class Adapter(Part):
     """One adapter."""
 
     name: AdapterName
@@ -190,13 +193,13 @@ class Adapter(_Part):
         return self.uses_own_text or is_template_file(self.chat_template)
 
 
-class AdapterFolder(_Part):
+class AdapterFolder(Part):
     """Every folder matching a glob that holds an adapter_config.json, named after the folder."""
 
     folder: Text
 
 
-class AdapterPattern(_Part):
+class AdapterPattern(Part):
     """Names that are looked for at their source when they are first asked for."""
 
     pattern: Text = Field(description="such as {tenant}/{name}, one placeholder a part")
@@ -228,7 +231,7 @@ AdapterEntry = Annotated[
 ]
 
 
-class Server(_Part):
+class Server(Part):
     """The HTTP front."""
 
     host: Text = "127.0.0.1"
@@ -242,7 +245,7 @@ class Server(_Part):
     )
 
 
-class Verify(_Part):
+class Verify(Part):
     """Thresholds of `mlora verify`."""
 
     max_drift: float = Field(
@@ -253,7 +256,7 @@ class Verify(_Part):
     )
 
 
-class Fleet(_Part):
+class Fleet(Part):
     """One base model, its adapters, and the limits they share."""
 
     base: Base
@@ -277,6 +280,17 @@ class Fleet(_Part):
                 raise ValueError(f"adapters.{index}.name: {entry.name!r} {problem}")
             if entry.name == served:
                 raise ValueError(f"adapters.{index}.name: {entry.name!r} is the base's name")
+        return self
+
+    @model_validator(mode="after")
+    def _digests_cover_all(self) -> "Fleet":
+        for index, entry in self.named_adapters():
+            is_folder = not entry.source.startswith(REMOTE_SCHEMES)
+            if entry.digest is not None and entry.uses_own_text and is_folder:
+                raise ValueError(
+                    f"adapters.{index}.digest: of a folder it covers no tokenizer or chat template;"
+                    " leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

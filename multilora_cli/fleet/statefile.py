@@ -12,22 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from multilora_cli.errors import FleetError
-from multilora_cli.fleet.load import LoadedFleet
+from multilora_cli.fleet.load import LoadedFleet, first_problem
 from multilora_cli.fleet.replace_file import replace_file, sync_folder
-from multilora_cli.fleet.schema import AdapterName, Digest, TemplateOwner, Text
+from multilora_cli.fleet.schema import AdapterName, Digest, Part, TemplateOwner, Text
 
 _BYTES_MAX = 64 * 2**20
 OFF = "off"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class StateAdapter(_Part):
+class StateAdapter(Part):
     """What a name stands for instead of what the file says."""
 
     source: Text
@@ -40,14 +36,14 @@ class StateAdapter(_Part):
     chat_template: TemplateOwner | None = None
 
 
-class Change(_Part):
+class Change(Part):
     """One change. `declared`: of the file's entry at that time; null: the file had none."""
 
     declared: Digest | None
     adapter: StateAdapter | None  # null: unloaded
 
 
-class FleetState(_Part):
+class FleetState(Part):
     """All changes by name."""
 
     kind: Literal["mlora fleet state"] = "mlora fleet state"
@@ -93,9 +89,7 @@ class StateFile:
         try:
             state = FleetState.model_validate_json(raw)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "file"
-            raise _refused(path, f"{where}: {first['msg']}") from None
+            raise _refused(path, first_problem(error)) from None
         if state.fleet != str(self._fleet) and path.parent != self._fleet.parent:
             raise _refused(path, f"belongs to {state.fleet}, expected {self._fleet}")
         self._seen = _version(status)
@@ -109,7 +103,7 @@ class StateFile:
         self._take()
         path, state = self.path, FleetState(fleet=str(self._fleet), changes=dict(changes))
         text = state.model_dump_json(indent=2) + "\n"
-        self._seen = _version(replace_file(path, text, 0o600))
+        self._seen = _version(replace_file(path, text.encode(), 0o600))
         sync_folder(path.parent)
 
     def close(self) -> None:

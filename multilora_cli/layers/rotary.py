@@ -15,21 +15,8 @@ import math
 
 import torch
 
-from multilora_cli.sizing.geometry import ModelGeometry, Rope
+from multilora_cli.sizing.geometry import Rope
 from multilora_kernels.rope_store_kv import rope_tables
-
-
-def max_position_supported(geometry: ModelGeometry) -> int:
-    """Longest context in tokens that the model's position embedding is defined for."""
-    rope = geometry.rope
-    if rope.kind == "dynamic":
-        # The model's own limit at which its base starts to move, never the scaled one.
-        return geometry.max_position
-    if rope.kind in ("linear", "yarn"):
-        # Published configs state either the trained or the scaled length in
-        # max_position_embeddings; factor times the trained length holds for both.
-        return max(geometry.max_position, int(rope.original_max_position * rope.factor))
-    return geometry.max_position
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

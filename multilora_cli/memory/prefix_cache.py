@@ -1,8 +1,9 @@
 """Pages of KV that later prompts can reuse, found by a chain of hashes.
 
-A block is 16 tokens. Its key is sha256(parent key, tokens); the parent of the first block is
-sha256(base digest, adapter digest, salt). So a key names the tokens from the start, the exact
-weights that computed them and who may share them: never a name, never another adapter's KV.
+A block is what a page holds: 16 tokens. Its key is sha256(parent key, tokens); the parent of the
+first block is sha256(base digest, adapter digest, salt). So a key names the tokens from the start,
+the exact weights that computed them and who may share them: never a name, never another adapter's
+KV.
 """
 
 import hashlib
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 
 from multilora_cli.memory.eviction import EvictionRule, decayed
 from multilora_cli.memory.page_pool import IntegrityError, PagePool, PageUse
+from multilora_kernels.layout import TOKENS_PER_PAGE
 
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = TOKENS_PER_PAGE
 
 
 def root_key(base_digest: str, adapter_digest: str, salt: str) -> bytes:

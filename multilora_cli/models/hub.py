@@ -191,12 +191,6 @@ def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"{model_id}: cannot be stored: {error}") from None
 
 
-def commit_of(folder: Path) -> str | None:
-    """The commit that `fetch_model` pinned `folder` to; None for any other folder."""
-    pinned = folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name)
-    return folder.name if pinned else None
-
-
 @dataclass(frozen=True)
 class _Source:
     """One model on one Hub, with the cache it is stored in."""

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest, Candidate, Pin
+from multilora_cli.adapters.entry import AdapterEntry, Candidate, Pin
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import AdapterRef, Reply
 from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
@@ -196,10 +197,8 @@ class Adapters:
     ) -> Candidate:
         request = self.registry.from_client(name, path, "hot" if body.pinned else None)
         if old is not None:
-            request = AdapterRequest(
-                name, request.source, request.pin or old.pin, old.priority, None,
-                old.request.ttl, "api", old.request.tokenizer, old.request.chat_template,
-            )  # fmt: skip
+            pin = request.pin or old.pin
+            request = replace(old.request, source=request.source, pin=pin, digest=None, via="api")
         return self.registry.candidate(
             request,
             replacing=body.load_inplace,
@@ -209,7 +208,10 @@ class Adapters:
 
     async def _make_warm(self, entry: AdapterEntry, pin: Pin | None) -> None:
         reply = await self.client.load(
-            ref_of(entry), pin=pin, priority=entry.priority, timeout_s=self.config.limits.load_s
+            AdapterRef.of(entry),
+            pin=pin,
+            priority=entry.priority,
+            timeout_s=self.config.limits.load_s,
         )
         if reply.fault is not None:
             if reply.fault.code in ("adapter_unavailable", "adapter_refused"):  # its content
@@ -335,7 +337,7 @@ class Adapters:
             if entry.state == "failed":
                 continue
             try:
-                ref = ref_of(await self.in_thread(self.registry.with_digest, entry.name))
+                ref = AdapterRef.of(await self.in_thread(self.registry.with_digest, entry.name))
                 reply = await self.client.load(
                     ref,
                     pin=entry.pin,
@@ -363,7 +365,7 @@ class Adapters:
             _log.error("adapter %s stays pinned: %s", entry.name, error.message)
 
     async def _known(self, name: str) -> AdapterRef:
-        return ref_of(await self.resolve(name))
+        return AdapterRef.of(await self.resolve(name))
 
     def _check_shared_pin(self, name: str, digest: str) -> None:
         """What another name has pinned does not leave by this one."""
@@ -428,11 +430,6 @@ class Adapters:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def ref_of(entry: AdapterEntry) -> AdapterRef:
-    """The version as the engine knows it."""
-    return AdapterRef(entry.name, entry.digest or "", entry.path, entry.generation)
 
 
 def _exists(name: str) -> RequestError:

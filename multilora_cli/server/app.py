@@ -16,8 +16,9 @@ from starlette.types import ASGIApp
 
 from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.adapters.registry import Registry
+from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.errors import RequestError
-from multilora_cli.server.adapters import Adapters, ref_of
+from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.auth import KeyRing, Policy
 from multilora_cli.server.bodies import (
     ChatBody,
@@ -141,6 +142,11 @@ class Front:
             return parse_body(raw, kind)
         return await self.in_thread(lambda: parse_body(raw, kind))
 
+    async def read(self, request: Request, kind: type[Body], max_bytes: int | None = None) -> Body:
+        """`parse` for a body that nothing large is made of."""
+        with self.room_for(request):
+            return await self.parse(request, kind, max_bytes)
+
     async def in_thread(self, function: Callable[[], Result]) -> Result:
         """Run text work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
@@ -223,7 +229,7 @@ class Routes:
                       None, "text/html"),
         ]  # fmt: skip
         title = f"mlora: {self._front.config.base_name}"
-        self._document = openapi_document(title, [spec.described for spec in specs])
+        self._document = openapi_document(title, specs)
         self._page = docs_page(self._document)
         return specs
 
@@ -248,7 +254,7 @@ class Routes:
             name = select_adapter(body, front.config.base_name)
             entry = None if name is None else await front.adapters.resolve(name)
             front.client.check_admission()
-            ref = None if entry is None else ref_of(entry)
+            ref = None if entry is None else AdapterRef.of(entry)
             admitted = Admitted(ref, caller_of(request), front.max_model_len)
             texts = await front.texts_of(entry)
             job = await front.in_thread(lambda: prepare(texts, body, admitted))
@@ -276,14 +282,12 @@ class Routes:
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""
-        with self._front.room_for(request):
-            body = await self._front.parse(request, LoadBody)
+        body = await self._front.read(request, LoadBody)
         return PlainTextResponse(await self._front.adapters.load(body))
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter"""
-        with self._front.room_for(request):
-            body = await self._front.parse(request, UnloadBody)
+        body = await self._front.read(request, UnloadBody)
         text, freed = await self._front.adapters.unload(body)
         headers = {}
         if freed is not None:
@@ -293,16 +297,14 @@ class Routes:
 
     async def warm(self, request: Request) -> Response:
         """POST /v1/adapters/{name}/warm"""
-        with self._front.room_for(request):
-            body = await self._front.parse(request, WarmBody)
+        body = await self._front.read(request, WarmBody)
         name = str(request.path_params["name"])
         counts = self._front.metrics.adapters.traffic
         return json_response(await self._front.adapters.warm(name, body, counts))
 
     async def evict(self, request: Request) -> Response:
         """POST /v1/adapters/{name}/evict"""
-        with self._front.room_for(request):
-            body = await self._front.parse(request, EvictBody)
+        body = await self._front.read(request, EvictBody)
         name = str(request.path_params["name"])
         counts = self._front.metrics.adapters.traffic
         return json_response(await self._front.adapters.evict(name, body, counts))
@@ -310,8 +312,7 @@ class Routes:
     async def fleet(self, request: Request) -> Response:
         """POST /v1/fleet"""
         front = self._front
-        with front.room_for(request):
-            body = await front.parse(request, FleetBody, front.config.limits.max_fleet_bytes)
+        body = await front.read(request, FleetBody, front.config.limits.max_fleet_bytes)
         return json_response(await front.fleet.apply(body))
 
     async def tokenize(self, request: Request) -> Response:

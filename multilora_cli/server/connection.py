@@ -5,7 +5,6 @@ connections between requests are uvicorn's own keep-alive timer.
 """
 
 import asyncio
-import ipaddress
 import sys
 import uuid
 from collections import Counter
@@ -18,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from multilora_cli.errors import RequestError
-from multilora_cli.server.config import ServerLimits
+from multilora_cli.server.config import ServerLimits, is_loopback
 from multilora_cli.server.contract import error_body, unavailable
 
 CONNECTION = "connection"  # in the state of an ASGI scope
@@ -58,13 +57,12 @@ class GuardedConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio: refuse what is over a cap, else start the header deadline."""
         super().connection_made(transport)
-        address = self.client[0] if self.client else ""
+        address = self.client[0] if self.client else ""  # a unix socket has none
         self._counted = address
         self.addresses[address] += 1
         crowded = self.addresses[address] > self.limits.max_connections_per_address
-        if len(self.connections) > self.limits.max_connections or (
-            crowded and not _is_loopback(address)
-        ):
+        is_remote = bool(address) and not is_loopback(address)
+        if len(self.connections) > self.limits.max_connections or (crowded and is_remote):
             self._refuse(unavailable("server_is_overloaded", "too many connections", 1))
             return
         self._watch_header()
@@ -160,10 +158,3 @@ class ChunkedBody:
     async def drain(self) -> None:
         """Until the client has read on."""
         await self._flow.drain()
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return True  # a unix socket has no address

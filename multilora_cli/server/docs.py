@@ -3,12 +3,13 @@
 import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from multilora_cli import __version__
+from multilora_cli.server.auth import Policy
+from multilora_cli.server.routing import RouteSpec
 
 _REFERENCE = "#/components/schemas/"
 _ERROR_SCHEMA = {
@@ -38,19 +39,7 @@ _STYLE = (
 )
 
 
-@dataclass(frozen=True)
-class Described:
-    """A route as the contract shows it."""
-
-    method: str
-    path: str
-    policy: str
-    summary: str
-    body: type[msgspec.Struct] | None = None
-    media: str = "application/json"  # of a good reply
-
-
-def openapi_document(title: str, routes: Sequence[Described]) -> dict[str, Any]:
+def openapi_document(title: str, routes: Sequence[RouteSpec]) -> dict[str, Any]:
     """OpenAPI 3.1 of some routes, with a schema for every body."""
     bodies = [route.body for route in routes if route.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE + "{name}")
@@ -71,7 +60,7 @@ def openapi_document(title: str, routes: Sequence[Described]) -> dict[str, Any]:
     }
 
 
-def _operation(route: Described, by_body: Mapping[Any, Any]) -> dict[str, Any]:
+def _operation(route: RouteSpec, by_body: Mapping[Any, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": _REFERENCE + "Error"}}}
     operation: dict[str, Any] = {
         "summary": route.summary,
@@ -79,9 +68,9 @@ def _operation(route: Described, by_body: Mapping[Any, Any]) -> dict[str, Any]:
             "200": {"description": "Success", "content": {route.media: {}}},
             "default": {"description": "Failure", "content": error},
         },
-        "x-policy": route.policy,
+        "x-policy": str(route.policy),
     }
-    if route.policy != "public":
+    if route.policy is not Policy.PUBLIC:
         operation["security"] = [{"key": []}]
     if route.body is not None:
         content = {"application/json": {"schema": by_body[route.body]}}

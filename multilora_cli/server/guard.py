@@ -1,6 +1,5 @@
 """What stands before every route: request ids, header limits, Host and Origin, the last catch."""
 
-import ipaddress
 import logging
 import re
 import time
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multilora_cli.errors import RequestError
 from multilora_cli.logs import clean
-from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.config import ServerConfig, is_loopback
 from multilora_cli.server.contract import error_body, error_headers, internal_error
 from multilora_cli.server.ticket import ClientGone
 
@@ -92,7 +91,7 @@ class Guard:
         name = _host_name(value)
         if name is None:
             return False
-        return name in self._config.allowed_hosts or _is_loopback(name)
+        return name in self._config.allowed_hosts or is_loopback(name)
 
     def _same_machine(self, origin: bytes) -> bool:
         try:
@@ -100,7 +99,7 @@ class Guard:
             name = parts.hostname
         except (ValueError, UnicodeDecodeError):
             return False
-        return name is not None and (name in self._config.allowed_hosts or _is_loopback(name))
+        return name is not None and (name in self._config.allowed_hosts or is_loopback(name))
 
 
 class _Reply:
@@ -145,15 +144,6 @@ def _request_id(scope: Scope) -> bytes:
 def _host_name(value: bytes) -> str | None:
     match = re.fullmatch(rb"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?", value)
     return match[1].decode().strip("[]").lower() if match else None
-
-
-def _is_loopback(name: str) -> bool:
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _forbidden(code: str, message: str) -> RequestError:

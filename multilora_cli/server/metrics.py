@@ -135,7 +135,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.adapters = AdapterTable(named_adapters)
         self.tiers = TierTraffic()
-        labels = {"model_name": base_name, "engine": "0"}
+        labels = _labels(base_name)
         names = tuple(labels)
         self.ttft, self.itl, self.e2e = Buckets(_TTFT_S), Buckets(_ITL_S), Buckets(_E2E_S)
         self.generation_tokens = 0
@@ -209,7 +209,7 @@ class _Scrape(Collector):
 
     def _tokens(self) -> Iterator[Metric]:
         """What every token counts in."""
-        labels = {"model_name": self._view.base_name, "engine": "0"}
+        labels = _labels(self._view.base_name)
         for name, text, buckets in (
             ("vllm:time_to_first_token_seconds", "Arrival to first token.", self._metrics.ttft),
             ("vllm:inter_token_latency_seconds", "Between tokens.", self._metrics.itl),
@@ -227,7 +227,7 @@ class _Scrape(Collector):
             return
         yield self._lora_info(snapshot)
         yield from self._waits(snapshot)
-        labels = {"model_name": self._view.base_name, "engine": "0"}
+        labels = _labels(self._view.base_name)
         used = 1 - snapshot.pages_free / max(snapshot.pages_total, 1)
         for name, text, value in (
             ("vllm:num_requests_running", "Sequences in the batch.", snapshot.running),
@@ -334,6 +334,11 @@ _VLLM = {
     "cached_tokens": "vllm:prefix_cache_hits",  # vLLM counts both in tokens
     "prompt_tokens": "vllm:prefix_cache_queries",
 }
+
+
+def _labels(base_name: str) -> dict[str, str]:
+    """Those of vLLM's series."""
+    return {"model_name": base_name, "engine": "0"}
 
 
 def _counter(

@@ -80,17 +80,15 @@ def _digits(text: str) -> float:
 
 
 def _check_fields(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
-    own = set(kind.__struct_fields__)
+    own = frozenset(kind.__struct_fields__)
     generates = issubclass(kind, Generate)
     for name, value in fields.items():
-        if name in own or value is None:
-            if name not in own:
-                _known(name, own, generates)
+        if name in own:
             continue
-        if generates and name in HARMLESS:
-            continue
-        if not (generates and name in NEUTRAL):
+        if not (generates and (name in NEUTRAL or name in HARMLESS)):  # a null one as well
             raise _unknown(name, own, generates)
+        if value is None or name in HARMLESS:
+            continue
         if not any(type(value) is type(ok) and value == ok for ok in NEUTRAL[name]):
             raise RequestError(
                 f"{name}: not supported by this server", code="unsupported_parameter", param=name
@@ -99,12 +97,6 @@ def _check_fields(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> None
         unknown = sorted(set(message) - _MESSAGE_FIELDS)
         if unknown:
             raise _unknown(unknown[0], _MESSAGE_FIELDS, False, f"messages[{place}].")
-
-
-def _known(name: str, own: Iterable[str], generates: bool) -> None:
-    """A null field must still be one that exists."""
-    if not (generates and (name in NEUTRAL or name in HARMLESS)):
-        raise _unknown(name, own, generates)
 
 
 def _unknown(name: str, own: Iterable[str], generates: bool, where: str = "") -> RequestError:

@@ -21,7 +21,6 @@ from multilora_cli.server.contract import (
     error_headers,
     internal_error,
 )
-from multilora_cli.server.docs import Described
 from multilora_cli.server.guard import REQUEST_ID
 from multilora_cli.server.ticket import ClientGone
 
@@ -42,14 +41,7 @@ class RouteSpec:
     policy: Policy
     summary: str
     body: type[msgspec.Struct] | None = None
-    media: str = JSON
-
-    @property
-    def described(self) -> Described:
-        """As the contract shows it."""
-        return Described(
-            self.method, self.path, str(self.policy), self.summary, self.body, self.media
-        )
+    media: str = JSON  # of a good reply
 
 
 class PolicyRoute(APIRoute):

@@ -27,12 +27,6 @@ class DecodeBound:
     adapter_bytes: int
     seconds: float
 
-    @property
-    def adapter_share(self) -> float:
-        """Share of the step that goes to adapters."""
-        total = self.weight_bytes + self.kv_bytes + self.adapter_bytes
-        return self.adapter_bytes / total if total else 0.0
-
 
 def read_bytes(base: BaseBytes) -> int:
     """Weight bytes one decode step reads: linears and head; the embedding is a gather of rows."""
@@ -60,11 +54,6 @@ def prefill_seconds(geometry: ModelGeometry, num_tokens: int, gpu: Gpu, *, fp8: 
     flops += 2.0 * geometry.vocab_size * geometry.hidden_size
     rate = gpu.fp8_tflops if fp8 and gpu.fp8_tflops else gpu.bf16_tflops
     return flops / (rate * 1e12 * PREFILL_SHARE)
-
-
-def expected_distinct(popularity: Sequence[float], batch: int) -> float:
-    """Expected distinct adapters among `batch` rows drawn by `popularity` (sums to one)."""
-    return sum(1.0 - (1.0 - share) ** batch for share in popularity)
 
 
 def load_seconds(adapter_bytes: int, gpu: Gpu) -> float:

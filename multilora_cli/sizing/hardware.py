@@ -42,6 +42,11 @@ class Gpu:
         return self.memory_mib * 2**20
 
     @property
+    def has_fp8(self) -> bool:
+        """Whether its tensor cores multiply in FP8."""
+        return self.fp8_tflops is not None
+
+    @property
     def read_bytes_s(self) -> float:
         """What a streaming read reaches, bytes/s."""
         return self.bandwidth_gb_s * 1e9 * _ACHIEVED.get(self.key, _DEFAULT_ACHIEVED)

@@ -382,7 +382,7 @@ def what_would_fit(request: PlanRequest) -> str | None:
     for method in ("fp8", "awq") if request.quantization.method == "none" else ():
         changed = Quantization(method).on(
             gpu=gpu is not None,
-            has_fp8=gpu is not None and gpu.fp8_tflops is not None,
+            has_fp8=gpu is not None and gpu.has_fp8,
             itemsize=request.itemsize,
         )
         try:

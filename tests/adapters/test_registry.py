@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from multilora_cli.adapters.registry import (
-    AdapterEntry,
-    AdapterRequest,
-    Registered,
-    Registry,
-    ServedBase,
-)
+from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest, Registered, ServedBase
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.errors import AdapterError, AdapterUnavailable, RequestError
 from multilora_cli.sizing.geometry import read_geometry
 from tests.adapters.malformed import KINDS
@@ -32,6 +27,11 @@ def registry(base: Path, tmp_path: Path) -> Registry:
 def add(registry: Registry, name: str, source: str, **options: bool) -> AdapterEntry:
     """Register and give the entry."""
     return registry.register(AdapterRequest(name, source), **options).entry
+
+
+def load(registry: Registry, name: str, path: str, *, replacing: bool = False) -> Registered:
+    """Register the folder that a client names."""
+    return registry.register(registry.from_client(name, path), replacing=replacing)
 
 
 def test_register_and_resolve(registry: Registry, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_hostile_names(registry: Registry, tmp_path: Path, name: str) -> None:
     write_good(tmp_path / "a")
     for register in (
         lambda: add(registry, name, "a"),
-        lambda: registry.load(name, str(tmp_path / "a")),
+        lambda: load(registry, name, str(tmp_path / "a")),
     ):
         with pytest.raises(AdapterError, match="adapter name") as caught:
             register()
@@ -193,11 +193,11 @@ def test_refused_adapters_leave_no_trace(registry: Registry, tmp_path: Path) -> 
     write_good(tmp_path / "good")
     KINDS["overlap"].build(write_good(tmp_path / "bad"))
     with pytest.raises(AdapterError, match="begins"):
-        registry.load("acme", str(tmp_path / "bad"))
+        load(registry, "acme", str(tmp_path / "bad"))
     assert registry.entries() == () and registry.get("acme") is None
-    entry = registry.load("acme", str(tmp_path / "good")).entry
+    entry = load(registry, "acme", str(tmp_path / "good")).entry
     with pytest.raises(AdapterError, match="begins"):
-        registry.load("acme", str(tmp_path / "bad"), replacing=True)
+        load(registry, "acme", str(tmp_path / "bad"), replacing=True)
     assert registry.resolve("acme").generation == entry.generation
 
 
@@ -299,12 +299,12 @@ def test_twenty_parallel_loads_of_one_name(registry: Registry, tmp_path: Path) -
     write_good(tmp_path / "a")
     barrier = threading.Barrier(20)
 
-    def load(_: int) -> str:
+    def attempt(_: int) -> str:
         barrier.wait()
-        return registry.load("acme", str(tmp_path / "a")).outcome
+        return load(registry, "acme", str(tmp_path / "a")).outcome
 
     with ThreadPoolExecutor(20) as pool:
-        outcomes = sorted(pool.map(load, range(20)))
+        outcomes = sorted(pool.map(attempt, range(20)))
     assert outcomes == ["added"] + ["unchanged"] * 19
     assert [entry.generation for entry in registry.entries()] == [1]
     assert registry._reading.idle
@@ -327,7 +327,7 @@ def test_parallel_loads_of_two_versions(registry: Registry, tmp_path: Path) -> N
             seen.append(entry.generation)
 
     def change(turn: int) -> None:
-        registry.load("acme", str(folders[turn % 2]), replacing=True)
+        load(registry, "acme", str(folders[turn % 2]), replacing=True)
 
     with ThreadPoolExecutor(6) as pool:
         watchers = [pool.submit(watch) for _ in range(2)]
@@ -346,7 +346,7 @@ def test_load_and_unload_race(registry: Registry, tmp_path: Path) -> None:
     def work(turn: int) -> None:
         name, folder = f"n{turn % 3}", str(tmp_path / str(turn % 2))
         if turn % 4:
-            registry.load(name, folder, replacing=True)
+            load(registry, name, folder, replacing=True)
             return
         try:
             registry.unregister(name)
@@ -376,10 +376,10 @@ def test_load_stays_below_the_roots(registry: Registry, tmp_path: Path, base: Pa
     """A-SEC-01: by the way clients take, with the entry's path the real one."""
     folder = write_good(tmp_path / "a")
     (tmp_path / "link").symlink_to(folder)
-    assert registry.load("acme", str(tmp_path / "link")).entry.path == str(folder)
+    assert load(registry, "acme", str(tmp_path / "link")).entry.path == str(folder)
     for path in (str(base), "/etc", "../..", "http://h/a"):
         with pytest.raises(AdapterError):
-            registry.load("other", path)
+            load(registry, "other", path)
     assert registry.get("other") is None
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+from multilora_cli.adapters.entry import AdapterRequest, ServedBase
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.adapters.store import DiskStore
 from multilora_cli.cli.app import app
 from multilora_cli.cli.base import open_store

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from multilora_cli.adapters.registry import AdapterRequest, Registry, ServedBase
+from multilora_cli.adapters.entry import AdapterRequest, ServedBase
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.cli.app import app
 from multilora_cli.cli.base import open_store
 from multilora_cli.errors import AdapterError, FleetError

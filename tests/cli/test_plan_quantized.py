@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 from multilora_cli.cli.app import app
 from multilora_cli.engine.assemble import build_engine
 from multilora_cli.engine.config import EngineConfig
-from multilora_cli.fleet.load import load_fleet
-from multilora_cli.fleet.support import check_served
 from tests.models import tiny
 from tests.models.quantized_kit import KINDS, WIDE, quantise_checkpoint
 
@@ -50,7 +48,6 @@ def test_serving_allocates_what_is_planned(
 ) -> None:
     """Without a card both plan a CPU: weights dequantised to float32."""
     fleet = fleet_of(bases[name], quantization)
-    check_served(load_fleet(fleet))
     plan = planned(fleet)
     config = EngineConfig(
         model_path=str(bases[name]), quantization=quantization, device="cpu", pool_bytes=2**22

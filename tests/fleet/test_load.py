@@ -14,7 +14,6 @@ from multilora_cli.fleet.load import (
     resolve_secret,
 )
 from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern
-from multilora_cli.fleet.support import check_served
 
 GOOD = """\
 base:
@@ -264,23 +263,24 @@ def test_schema_is_json_and_names_every_key() -> None:
     assert set(schema["properties"]) >= {"base", "memory", "limits", "adapters", "server"}
 
 
-def test_what_is_not_there_yet_is_refused_by_name(tmp_path: Path) -> None:
-    text = B
-    text += (
+def test_a_digest_of_a_folder_goes_with_no_text_of_its_own(tmp_path: Path) -> None:
+    """A folder's digest covers config and weights; a remote copy's covers all its files."""
+    digest = f"digest: 'sha256:{'0' * 64}'"
+    right = (
         "adapters:\n"
         "- {name: a, source: ./a, tokenizer: adapter}\n"
-        f"- {{name: b, source: hf://a/b, tokenizer: adapter, digest: 'sha256:{'0' * 64}'}}\n"
-        f"- {{name: c, source: ./c, chat_template: adapter, digest: 'sha256:{'0' * 64}'}}\n"
+        f"- {{name: b, source: hf://a/b, tokenizer: adapter, {digest}}}\n"
+        f"- {{name: d, source: ./d, {digest}}}\n"
     )
+    load(tmp_path, B + right)
     with pytest.raises(FleetError) as caught:
-        check_served(load(tmp_path, text))
-    lines = caught.value.message.splitlines()
-    assert [line.split(": ", 2)[1] for line in lines] == ["adapters.2.digest"]
-    assert all(": not yet: " in line for line in lines)
-    own = "adapters: [{name: a, source: ./x, tokenizer: adapter, chat_template: base}]\n"
-    check_served(load(tmp_path, B + own))
-    check_served(load(tmp_path, GOOD))
-    check_served(load(tmp_path, B + "adapters: [{name: a, source: ./x, pin: hot}]\n"))
+        load(
+            tmp_path, B + right + f"- {{name: c, source: ./c, chat_template: adapter, {digest}}}\n"
+        )
+    assert caught.value.message.endswith(
+        "adapters.3.digest: of a folder it covers no tokenizer or chat template; leave one of them"
+        " out"
+    )
 
 
 @pytest.mark.parametrize(

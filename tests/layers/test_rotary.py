@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from multilora_cli.layers.rotary import (
     Rotary,
     inverse_frequencies,
-    max_position_supported,
 )
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
 from multilora_kernels.rope_store_kv import rotate_ref
@@ -111,25 +110,6 @@ def test_bf16_is_rotated_in_fp32() -> None:
     turned = rotate_ref(q, *tables)
     assert turned.dtype == torch.bfloat16
     assert torch.equal(turned, rotate_ref(q.float(), *tables).bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("variant", "max_position", "expected"),
-    [
-        ("default", 8192, 8192),
-        ("llama3", 131072, 131072),
-        ("dynamic", 4096, 4096),  # beyond it every row would depend on the longest one
-        ("linear", 4096, 16384),
-        ("yarn", 32768, 131072),  # the trained length stated
-        ("yarn", 131072, 131072),  # the scaled length stated
-        ("yarn", 200000, 200000),
-    ],
-)
-def test_supported_lengths(variant: str, max_position: int, expected: int) -> None:
-    """As users of these configs expect; dynamic never beyond the trained length."""
-    config, _ = configs(variant)
-    stored = {**config.to_dict(), "max_position_embeddings": max_position}
-    assert max_position_supported(geometry_from_config(stored, "x")) == expected
 
 
 def test_dynamic_does_not_depend_on_the_batch() -> None:

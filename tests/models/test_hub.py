@@ -14,7 +14,7 @@ import pytest
 
 from multilora_cli.errors import ModelError, Unreachable
 from multilora_cli.models import hub as hub_module
-from multilora_cli.models.hub import commit_of, fetch_config, fetch_model
+from multilora_cli.models.hub import fetch_config, fetch_model
 from tests.models import tiny
 
 COMMIT = "c0ffee" + "0" * 34
@@ -111,7 +111,7 @@ def test_fetches_what_the_model_needs_and_nothing_else(hub: str, tmp_path: Path)
     folder = fetch_model(
         NAME, report=lambda *args: reports.append(args), cache=tmp_path, endpoint=hub
     )
-    assert commit_of(folder) == COMMIT
+    assert folder.name == COMMIT
     fetched = {path.name for path in folder.iterdir()}
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} < fetched
     assert not fetched & {"consolidated.safetensors", "x.py", "a.bin"}
@@ -193,12 +193,6 @@ def test_names_that_are_no_hub_id(name: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="neither an existing folder nor") as caught:
         fetch_model(name, cache=tmp_path, endpoint="http://127.0.0.1:9")
     assert caught.value.message.isprintable()
-
-
-def test_commit_of_other_folders(tmp_path: Path) -> None:
-    """Only snapshots have one."""
-    assert commit_of(tmp_path) is None
-    assert commit_of(tmp_path / "snapshots" / "main") is None
 
 
 def test_a_plan_fetches_config_alone(

@@ -143,7 +143,7 @@ def test_large_bodies_are_bounded(serve_fleet):
 
 def test_failed_adapters_are_listed_as_failed(tmp_path):
     """Not servable, so not a model; the list of adapters says why."""
-    from multilora_cli.adapters.registry import AdapterRequest
+    from multilora_cli.adapters.entry import AdapterRequest
 
     async def run():
         async with InProcess(tmp_path) as app:

@@ -6,7 +6,6 @@ from multilora_cli.errors import BadInput, ModelError
 from multilora_cli.sizing.bound import (
     break_even,
     decode_bound,
-    expected_distinct,
     load_seconds,
     prefill_seconds,
 )
@@ -68,12 +67,6 @@ def test_prefill_and_load_times() -> None:
     half = prefill_seconds(LLAMA3_8B, 1024, h200, fp8=True)
     assert half == pytest.approx(0.0123, rel=0.02)
     assert load_seconds(QKVO, find_gpu("rtx-4090")) * 1000 == pytest.approx(1.09, rel=0.01)
-
-
-def test_expected_distinct() -> None:
-    assert expected_distinct([1.0], 32) == 1.0
-    assert expected_distinct([1 / 1000] * 1000, 1) == pytest.approx(1.0)
-    assert 31 < expected_distinct([1 / 1000] * 1000, 32) < 32
 
 
 @pytest.mark.parametrize("name", ["RTX_4090", "nvidia geforce rtx 4090", "4090", "rtx-4090"])

@@ -7,12 +7,14 @@ from multilora_cli.adapters.source.base import Source, SourceContext
 from multilora_cli.adapters.source.demo import DemoSource
 from multilora_cli.adapters.source.dummy import DummySource, make_dummies
 from multilora_cli.adapters.source.hub import open_hub, parse_hub
-from multilora_cli.adapters.source.local import LocalSource, is_url
+from multilora_cli.adapters.source.local import LocalSource
 from multilora_cli.adapters.source.remote import Fetched, RemoteSource
 from multilora_cli.adapters.source.s3 import open_s3, parse_s3
 from multilora_cli.adapters.store import DiskStore
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
+from multilora_cli.fleet.pattern import is_folder
+from multilora_cli.fleet.schema import REMOTE_SCHEMES
 from multilora_cli.sizing.geometry import ModelGeometry
 
 REMOTE: Mapping[str, RemoteSource] = {
@@ -25,7 +27,7 @@ _LOCAL: Source = LocalSource()
 
 def is_remote(spec: str) -> bool:
     """Whether `spec` is fetched from a hub or a bucket."""
-    return spec.startswith(("hf://", "s3://"))
+    return spec.startswith(REMOTE_SCHEMES)
 
 
 def resolve_source(
@@ -56,7 +58,7 @@ def resolve_source(
     scheme, separator, rest = spec.partition(":")
     if separator and scheme in _SOURCES:
         return _SOURCES[scheme].resolve(rest, context)
-    if is_url(spec):
+    if not is_folder(spec):
         raise AdapterError(
             f"source {quoted(spec)}: a URL; expected a folder, demo:NAME, dummy:...,"
             " hf://org/name or s3://bucket/prefix/",

@@ -25,12 +25,12 @@ import numpy.typing as npt
 from multilora_cli.adapters.source.base import SourceContext
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
-from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.geometry import ModelGeometry, projection_name
+from multilora_cli.sizing.pages import ATTENTION, TARGETS
+from multilora_kernels.layout import MODULES
 
 _FORMAT = 1  # grows when the same text would give other bytes
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_TARGETS = {"all": _ATTENTION + _MLP, "attention": _ATTENTION, "mlp": _MLP}
+_TARGETS = {**TARGETS, "mlp": tuple(name for name in MODULES if name not in ATTENTION)}
 _KEYS = ("rank", "alpha", "targets", "seed", "layers")
 _KEYS_TEXT = ", ".join(f"{key}=" for key in _KEYS)
 _RANK_MAX = 512
@@ -43,7 +43,7 @@ class DummySpec:
 
     rank: int = 16
     alpha: int = 32
-    targets: tuple[str, ...] = _ATTENTION + _MLP
+    targets: tuple[str, ...] = MODULES
     seed: int = 0
     layers: int | None = None  # that have numbers, the first ones; None: all
 
@@ -132,8 +132,7 @@ def _tensor_shapes(spec: DummySpec, geometry: ModelGeometry) -> Mapping[str, tup
     shapes: dict[str, tuple[int, int]] = {}
     for layer in range(geometry.num_layers):
         for module in spec.targets:
-            block = "self_attn" if module in _ATTENTION else "mlp"
-            path = f"base_model.model.model.layers.{layer}.{block}.{module}"
+            path = f"base_model.model.{projection_name(layer, module)}"
             d_in, d_out = geometry.module_shapes[module]
             shapes[f"{path}.lora_A.weight"] = (spec.rank, d_in)
             shapes[f"{path}.lora_B.weight"] = (d_out, spec.rank)

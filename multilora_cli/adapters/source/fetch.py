@@ -70,6 +70,11 @@ class RemoteFile:
     sha256: str | None = None  # of the whole file, where the origin says it
 
 
+def host_of(endpoint: str) -> str:
+    """Host and port of a URL as they are told: without scheme, user and path."""
+    return endpoint.partition("://")[2].rpartition("@")[2].partition("/")[0]
+
+
 class Origin(Protocol):
     """One adapter at a hub or in a bucket. Methods raise FetchError."""
 

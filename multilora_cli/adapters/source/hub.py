@@ -19,6 +19,7 @@ from multilora_cli.adapters.source.fetch import (
     RefusedError,
     RemoteFile,
     TransientError,
+    host_of,
 )
 from multilora_cli.adapters.source.remote import Address
 from multilora_cli.adapters.strict_json import quoted
@@ -46,7 +47,7 @@ def parse_hub(text: str) -> Address:
         )
     return Address(
         spec=f"hf://{name}@{revision}",
-        host=_endpoint_host(),
+        host=host_of(_endpoint()) or "the Hub",
         is_fixed=_COMMIT.fullmatch(revision) is not None,
     )
 
@@ -158,7 +159,3 @@ def _as_file(item: dict[str, Any]) -> RemoteFile | None:
 
 def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-
-
-def _endpoint_host() -> str:
-    return _endpoint().partition("://")[2].rpartition("@")[2].partition("/")[0] or "the Hub"

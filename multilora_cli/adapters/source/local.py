@@ -1,16 +1,15 @@
 """Adapters in local folders, and which folders a request may name."""
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from multilora_cli.adapters.source.base import SourceContext
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.errors import AdapterError
+from multilora_cli.fleet.pattern import is_folder
 
 _PATH_MAX = 4096
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
 class LocalSource:
@@ -26,11 +25,6 @@ class LocalSource:
         return Path(os.path.normpath(context.relative_to.absolute() / path))
 
 
-def is_url(text: str) -> bool:
-    """Whether `text` starts with a scheme, as in http://host or file:path."""
-    return _URL.match(text) is not None
-
-
 def allowed_folder(text: str, roots: Sequence[Path], beside: Path | None = None) -> Path:
     """The real folder behind `text` if it lies below one of `roots`, after all symlinks.
 
@@ -39,7 +33,7 @@ def allowed_folder(text: str, roots: Sequence[Path], beside: Path | None = None)
     AdapterError; the message is the same whether a path outside the roots exists or not.
     """
     _check_text(text, "lora_path")
-    if is_url(text) or text.startswith("~"):
+    if not is_folder(text) or text.startswith("~"):
         raise AdapterError(
             f"lora_path {quoted(text)}: expected a folder on the server's machine",
             reason="not_a_folder",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multilora_cli.adapters.peft import INDEX_NAME, SHARD, WEIGHTS_NAME
+from multilora_cli.adapters.peft import BIN_NAME, INDEX_NAME, SHARD, WEIGHTS_NAME
 from multilora_cli.adapters.peft_config import CONFIG_BYTES_MAX, CONFIG_NAME
 from multilora_cli.adapters.source.base import SourceContext
 from multilora_cli.adapters.source.fetch import (
@@ -30,8 +30,7 @@ from multilora_cli.adapters.text_files import BYTES_MAX
 from multilora_cli.errors import AdapterError, AdapterUnavailable
 
 _INDEX_BYTES_MAX = 16 * 2**20
-_BIN_NAME = "adapter_model.bin"
-_NAMES = (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, _BIN_NAME)
+_NAMES = (CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, BIN_NAME)
 _PARALLEL_MAX = 8
 _LIMITS = FetchLimits()
 _ROUNDS = 3  # objects that change while they are read: looked up this often
@@ -226,9 +225,9 @@ class _Plan:
         elif INDEX_NAME in found:
             index = _limited(found[INDEX_NAME], _INDEX_BYTES_MAX)
             files += [index, *_shards(origin, index, tries, limits)]
-        elif _BIN_NAME in found:
+        elif BIN_NAME in found:
             raise RefusedError(
-                f"{_BIN_NAME}: a pickle can run code when it is read; expected {WEIGHTS_NAME}"
+                f"{BIN_NAME}: a pickle can run code when it is read; expected {WEIGHTS_NAME}"
             )
         else:
             raise MissingError(f"no weights: neither {WEIGHTS_NAME} nor {INDEX_NAME}")

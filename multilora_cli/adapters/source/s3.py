@@ -22,6 +22,7 @@ from multilora_cli.adapters.source.fetch import (
     RefusedError,
     RemoteFile,
     TransientError,
+    host_of,
 )
 from multilora_cli.adapters.source.remote import Address
 from multilora_cli.errors import AdapterError
@@ -49,9 +50,8 @@ def parse_s3(text: str) -> Address:
             " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
             reason="address",
         )
-    endpoint = _endpoint(bucket)
-    host = endpoint.partition("://")[2].rpartition("@")[2].partition("/")[0]
-    return Address(spec=f"s3://{bucket}/{prefix.strip('/')}/", host=host or "S3", is_fixed=False)
+    host = host_of(_endpoint(bucket)) or "S3"
+    return Address(spec=f"s3://{bucket}/{prefix.strip('/')}/", host=host, is_fixed=False)
 
 
 @contextmanager
