@@ -62,6 +62,8 @@ ASKED: Mapping[str, Mapping[int, int]] = {
     "distinct": {1: 12, 16: 17, 64: 35, 256: 27},
     "mixed": {1: 8, 16: 12, 64: 25, 256: 20},
 }
+# What `Segments.prepare_capture` is told beside the rows.
+SIZES = ("rank", "groups")
 Run = Callable[[], object]
 
 
@@ -84,16 +86,33 @@ class Variant:
     @property
     def choose(self) -> Choose:
         """The choice."""
-        return forced(self.fields) if self.fields else choose
+        fields = {name: value for name, value in self.fields.items() if name not in SIZES}
+        return forced(fields) if fields else choose
+
+    def sizes(self, setting: str) -> Mapping[str, Any]:
+        """What launches are sized for: the setting's highest rank, and its groups of modules."""
+        _, modules, rank = SETTINGS[setting]
+        groups = [name for name, own in GROUPS.items() if own[0] in modules]
+        named = self.fields.get("groups")
+        return {
+            "rank": self.fields.get("rank", rank),
+            "groups": groups if named is None else named.split("+"),
+        }
+
+
+OWN = Variant("own", {})
 
 
 def parse_variant(text: str) -> Variant:
-    """NAME:FIELD=VALUE,...[@ROWS] as --try takes it; values as JSON. Raises ValueError."""
+    """NAME:FIELD=VALUE,...[@ROWS] as --try takes it; values as JSON. Raises ValueError.
+
+    Fields of a launch choice, and what sizes launches: "rank", "groups" (a string, "qkv+o").
+    """
     name, _, rest = text.partition(":")
     fields, _, rows = rest.partition("@")
     pairs = (pair.split("=", 1) for pair in fields.split(",") if pair)
     found = {field: json.loads(value) for field, value in pairs}
-    unknown = set(found) - {field.name for field in dataclass_fields(LoraChoice)}
+    unknown = set(found) - {field.name for field in dataclass_fields(LoraChoice)} - {*SIZES}
     if unknown:
         raise ValueError(f"no fields of a launch choice: {sorted(unknown)}")
     return Variant(name, found, int(rows) if rows else None)
@@ -153,7 +172,7 @@ class Bench:
         return plan_image(wanted, self.geometry.module_shapes, size, 2)
 
     def step(
-        self, rows: int, setting: str | None = None, choice: Choose = choose, *, beside: bool = True
+        self, rows: int, setting: str | None = None, variant: Variant = OWN, *, beside: bool = True
     ) -> Callable[[], torch.Tensor]:
         """A decode step of `rows` rows; it holds all that it reads."""
         device = self.device
@@ -163,7 +182,7 @@ class Bench:
         positions = torch.full((rows,), CONTEXT - 1, dtype=torch.int64, device=device)
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device=device)
-        segments = None if setting is None else self._segments(rows, setting, choice)
+        segments = None if setting is None else self._segments(rows, setting, variant)
         context = StepContext(
             pool=self.pool,
             slot_mapping=table[:, (CONTEXT - 1) // 16].long() * 16 + (CONTEXT - 1) % 16,
@@ -178,11 +197,12 @@ class Bench:
 
         return run
 
-    def _segments(self, rows: int, setting: str, choice: Choose) -> Segments:
-        segments = Segments(rows, self.device, max_rank=64, choose=choice)
+    def _segments(self, rows: int, setting: str, variant: Variant) -> Segments:
+        segments = Segments(rows, self.device, max_rank=64, choose=variant.choose)
         slots = np.ones(rows, np.int32) if setting == "one" else np.arange(rows) % ADAPTERS + 1
         if self.device.type == "cuda":
-            segments.prepare_capture(self.tables[setting], rows, SETTINGS[setting][2], slots)
+            sizes = variant.sizes(setting)
+            segments.prepare_capture(self.tables[setting], rows, slots=slots, **sizes)
         else:
             segments.build(slots)
         return segments
@@ -248,7 +268,7 @@ def measure(
 ) -> dict[str, Any]:
     """One cell."""
     steps = {"one stream": bench.step(rows, setting, beside=False)}
-    steps |= {v.name: bench.step(rows, setting, v.choose) for v in variants}
+    steps |= {v.name: bench.step(rows, setting, v) for v in variants}
     captured = {name: capture(step) for name, step in steps.items()}
     runs = {"base": base} | {name: run for name, (run, _) in captured.items()}
     times = interleaved(runs, rounds)
@@ -306,10 +326,7 @@ def main() -> None:
     batches = [int(rows) for rows in given.batch.split(",")]
     settings = given.settings.split(",")
     device = torch.device(given.device)
-    of_rows = {
-        rows: [Variant("own", {}), *(v for v in given.tries if v.rows in (None, rows))]
-        for rows in batches
-    }
+    of_rows = {rows: [OWN, *(v for v in given.tries if v.rows in (None, rows))] for rows in batches}
     decoder = load(given.model, device)
     with ProcessPoolExecutor(max(1, given.jobs), get_context("spawn")) as pool:
         waiting = [

@@ -69,7 +69,7 @@ def multiply_add_lora(
     lists = segments.lists(table)
     work = lists.groups[group]
     priority = work.choice.side_priority
-    if priority is None:
+    if priority is None or work.num_tiles == 0:
         y = multiply()
         add_lora(y, x, pool, table, segments, layer, group)
         return y

@@ -73,7 +73,9 @@ def decode_capacity(
     for name, shape in shapes.items():
         choices = [choose(shape, rows, chip) for rows in (*DECODE_BUCKETS, max_tokens)]
         tiles = len(shape.d_outs) * num_tiles(max_rank)
-        narrow = min(min(choice.block_n, choice.rows_n) for choice in choices)
+        ranks = range(1, num_tiles(max_rank) + 1)
+        shared = [choice.shared_columns(count) for choice in choices for count in ranks]
+        narrow = min(*shared, *(choice.block_n for choice in choices))
         tasks = sum(-(-d_out // narrow) for d_out in shape.d_outs)
         bands = -(-tiles // SIDE_BY_SIDE)
         parts = max(choice.row_splits for choice in choices)

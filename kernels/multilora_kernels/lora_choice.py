@@ -57,8 +57,11 @@ class LoraChoice:
     dot_k: int  # decode, where rows share an adapter: K that one matrix multiply takes
     row_splits: int  # decode, likewise: programs that a program's share of K is cut into once more
     block_n: int  # columns of an expand program where it reads four rank tiles side by side
-    n_steps: int  # prefill: blocks of columns that one expand program walks
-    rows_n: int  # columns of a decode expand program where rows share an adapter
+    # Prefill, and decode where rows share an adapter: blocks of columns that one expand program
+    # walks, B of them under way in `expand_stages` - 1 blocks ahead.
+    n_steps: int
+    expand_stages: int
+    rows_n: int  # decode, where rows share an adapter: columns of a block of one rank tile
     expand_warps: int
     shrink_registers: int | None  # cap per thread; None leaves it to the compiler
     expand_registers: int | None
@@ -86,6 +89,13 @@ class LoraChoice:
         """Columns of a decode expand program for a row of `num_tiles` rank tiles, in one chunk."""
         side = SIDE_BY_SIDE if num_tiles > 2 else max(1, num_tiles)
         return min(self.block_n * SIDE_BY_SIDE // side, group.chunk)
+
+    def shared_columns(self, num_tiles: int) -> int:
+        """Columns of a decode expand program where rows share an adapter of `num_tiles`."""
+        if self.n_steps == 1 or num_tiles > SIDE_BY_SIDE:
+            return self.rows_n
+        side = SIDE_BY_SIDE if num_tiles > 2 else max(1, num_tiles)
+        return self.rows_n * self.n_steps // side
 
 
 Choose = Callable[[GroupShape, int, Chip], LoraChoice]
@@ -127,6 +137,10 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
     block_n = max(16, min(choice.block_n, group.chunk, _power(max(group.d_outs))))
     widest = _power(max(group.d_outs))
     row_splits = max(1, min(choice.row_splits, block_k * k_steps // 16))
+    rows_n = max(16, min(choice.rows_n, group.chunk, widest))
+    block = rows_n if choice.is_decode else block_n
+    # Of four rank tiles a block of rows_n is a quarter as wide, and a matrix tile is 16.
+    n_steps = 1 if choice.is_decode and rows_n < 16 * SIDE_BY_SIDE else choice.n_steps
     return replace(
         choice,
         block_k=block_k,
@@ -134,8 +148,8 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
         dot_k=min(choice.dot_k, block_k * k_steps // row_splits),
         row_splits=row_splits,
         block_n=block_n,
-        n_steps=max(1, min(choice.n_steps, group.chunk // block_n, widest // block_n)),
-        rows_n=max(16, min(choice.rows_n, group.chunk, widest)),
+        n_steps=max(1, min(n_steps, group.chunk // block, widest // block)),
+        rows_n=rows_n,
     )
 
 
@@ -165,6 +179,7 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         row_splits=4 if num_tokens <= 64 else 2,
         block_n=128 if few else 256,
         n_steps=1,
+        expand_stages=3,
         rows_n=128,
         expand_warps=4,
         shrink_registers=80,
@@ -194,6 +209,7 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         row_splits=1,
         block_n=128,
         n_steps=4,
+        expand_stages=3,
         rows_n=128,
         expand_warps=4,
         shrink_registers=None,

@@ -8,14 +8,14 @@ order, for the table that `bind` or the first `add_lora` named. A captured CUDA 
 whatever the last `build` wrote; building the same rows again costs nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from multilora_kernels.launch import Chip, chip_of
-from multilora_kernels.layout import MAX_RANK
+from multilora_kernels.layout import GROUPS, MAX_RANK
 from multilora_kernels.lora_choice import DECODE_TOKENS, Choose, choose, is_decode
 from multilora_kernels.staging import Staging
 from multilora_kernels.table import AdapterTable
@@ -148,6 +148,7 @@ class Segments:
         rank: int = 16,
         slots: Slots | None = None,
         *,
+        groups: Collection[str] = tuple(GROUPS),
         extras: bool = False,
     ) -> None:
         """Size launches for `num_tokens` rows of distinct adapters of `rank`, whatever is listed.
@@ -156,11 +157,13 @@ class Segments:
         Replays with more work are walked in turns, those with less leave early: a step of rank 64
         through launches sized for rank 16 takes four turns, so give the highest rank in common
         use. `slots` are the rows that the captured step itself works on; default: the base alone.
+        `groups`: those that replays have work for (`AdapterTable.groups_of`); a launch without
+        work stands between its neighbours all the same, so the others have none.
         `extras`: capture what serves them too; without it the graph is for steps that have none.
         """
         assert is_decode(num_tokens) and num_tokens <= self.max_tokens
         self.build(np.zeros(num_tokens, dtype=np.int32) if slots is None else slots)
-        self.lists(table).expect(num_tokens, rank)
+        self.lists(table).expect(num_tokens, rank, groups)
         self._is_capture = self._is_sized_for_capture = True
         self._has_extras = extras
         if extras:

@@ -172,6 +172,124 @@ def _expand_rows(
 
 
 @triton.jit
+def _expand_blocks(
+    planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out, plane,
+    num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr, CHUNK: tl.constexpr,
+    TILES: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_M rows of one adapter of TILES rank tiles, STEPS blocks of COLUMNS by matrix
+    tiles: A x is summed once for all of them, and B travels STAGES - 1 blocks ahead.
+
+    Returns the next task's table entries.
+    """
+    m = tl.arange(0, BLOCK_M)
+    m_mask = m < num_rows
+    token = tl.load(row_ptr + m, mask=m_mask, other=0).to(tl.int64)
+    y_rows = y_ptr + (token * stride_ym)[:, None]
+    if PDL:
+        _ask_for_b(weights_ptr, e0, n_start, d_out, CHUNK, COLUMNS * STEPS)
+        if TILES > 1:
+            _ask_for_b(weights_ptr, e1, n_start, d_out, CHUNK, COLUMNS * STEPS)
+        if TILES > 2:
+            _ask_for_b(weights_ptr, e2, n_start, d_out, CHUNK, COLUMNS * STEPS)
+            _ask_for_b(weights_ptr, e3, n_start, d_out, CHUNK, COLUMNS * STEPS)
+        tl.extra.cuda.gdc_wait()
+    tile_rows = ROW_SPLITS * num_rows
+    h0 = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS).to(COMPUTE)
+    h1, h2, h3 = h0, h0, h0
+    if TILES > 1:
+        at = plane + tile_rows
+        h1 = _row_h(planes_ptr, at, num_rows, e1, BLOCK_M, SPLIT_K, ROW_SPLITS).to(COMPUTE)
+    if TILES > 2:
+        at = plane + 2 * tile_rows
+        h2 = _row_h(planes_ptr, at, num_rows, e2, BLOCK_M, SPLIT_K, ROW_SPLITS).to(COMPUTE)
+        h3 = _row_h(
+            planes_ptr, at + tile_rows, num_rows, e3, BLOCK_M, SPLIT_K, ROW_SPLITS
+        ).to(COMPUTE)  # fmt: skip
+    n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
+    _walk_blocks(
+        weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, TILES,
+        COLUMNS, STEPS, STAGES, BLOCK_M, COMPUTE, PRECISION,
+    )  # fmt: skip
+    return n0, n1, n2, n3
+
+
+@triton.jit
+def _walk_blocks(
+    weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows `y_rows` plus their A x of TILES rank tiles (1, 2 or 4) times B, a block at a time."""
+    for step in tl.range(STEPS, num_stages=STAGES):
+        n = n_start + step * COLUMNS + tl.arange(0, COLUMNS)
+        n_mask = n < d_out
+        y_mask = m_mask[:, None] & n_mask[None, :]
+        prior = tl.load(y_rows + n[None, :], mask=y_mask, other=0, cache_modifier=".cg")
+        acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
+        b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
+        acc = tl.dot(h0, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        if TILES > 1:
+            b = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
+            acc = tl.dot(h1, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        if TILES > 2:
+            b = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
+            acc = tl.dot(h2, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+            b = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
+            acc = tl.dot(h3, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        summed = (prior.to(tl.float32) + acc).to(y_rows.dtype.element_ty)
+        tl.store(y_rows + n[None, :], summed, mask=y_mask)
+
+
+@triton.jit
+def _expand_shared(
+    planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, num_tiles, e0, e1, e2, e3, n_start, d_out,
+    plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_expand_blocks` for 1 to 4 rank tiles; as everywhere, equal bytes of B for each."""
+    if num_tiles == 1:
+        n0, n1, n2, n3 = _expand_blocks(
+            planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
+            plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 1, ROWS_N,
+            STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+        )  # fmt: skip
+    elif num_tiles == 2:
+        n0, n1, n2, n3 = _expand_blocks(
+            planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
+            plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 2,
+            ROWS_N // 2, STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+        )  # fmt: skip
+    else:
+        n0, n1, n2, n3 = _expand_blocks(
+            planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
+            plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 4,
+            ROWS_N // 4, STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+        )  # fmt: skip
+    return n0, n1, n2, n3
+
+
+@triton.jit
+def _ask_for_b(weights_ptr, entry, n_start, d_out, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Ask the L2 for a rank tile's columns of B, a line of 128 bytes at a time."""
+    if not _INTERPRETED:
+        line: tl.constexpr = 1024 // weights_ptr.dtype.element_ty.primitive_bitwidth
+        width = 16 - (entry & 1).to(tl.int32) * 8
+        at = tl.arange(0, COLUMNS * 16 // line) * line
+        wanted = (entry >= 0) & (at < tl.minimum(d_out - n_start, COLUMNS) * width)
+        # Nothing is asked for twice: what is not wanted asks for the tile's first line.
+        element = tl.maximum(entry & -16, 0) + tl.where(wanted, (n_start % CHUNK) * width + at, 0)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weights_ptr + element],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _multiplied(h, b, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
     """acc + h B^T by the matrix units."""
     b = tl.trans(_opaque(b).to(COMPUTE))
@@ -231,9 +349,9 @@ def _load_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
 def expand_decode_kernel(
     planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
     layer_start, stride_ym, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, SPLIT_K: tl.constexpr,
-    ROW_SPLITS: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, N_STEPS: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, Y_UNIT: tl.constexpr,
+    PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # At the very start: inside the paths below it costs 40 registers' worth of spills.
@@ -257,11 +375,17 @@ def expand_decode_kernel(
         f_first, f_tiles, f_n, f_column, f_start, f_rows, f_plane, f_d_out = _load_task(
             following, Y_UNIT
         )
-        if num_rows > 1:
+        if num_rows > 1 and (N_STEPS == 1 or num_tiles > 4):
             f0, f1, f2, f3 = _expand_rows(
                 planes_ptr, weights_ptr, y_start, stride_ym, b_offsets, tiles_ptr, row_ptr,
                 first, num_tiles, e0, e1, e2, e3, n_start, d_out, plane, num_rows, following, f_n,
                 CELL, CHUNK, BLOCK_M, ROWS_N, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            )  # fmt: skip
+        elif num_rows > 1:
+            f0, f1, f2, f3 = _expand_shared(
+                planes_ptr, weights_ptr, y_start, stride_ym, row_ptr, num_tiles, e0, e1, e2, e3,
+                n_start, d_out, plane, num_rows, following, b_offsets, f_n, CELL, CHUNK, ROWS_N,
+                N_STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
         elif num_tiles == 1:
             f0, f1, f2, f3 = _expand_row(
@@ -296,62 +420,69 @@ def expand_decode_kernel(
 def expand_prefill_kernel(
     planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, layer_start,
     stride_ym, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_STEPS: tl.constexpr, SPLIT_K: tl.constexpr,
-    Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_STEPS: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT_K: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
-        tasks_ptr + tl.program_id(0) * 16, Y_UNIT
-    )
+    task = tasks_ptr + tl.program_id(0) * 16
+    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(task, Y_UNIT)
     # All columns of a task lie in one chunk.
-    entries = offsets_ptr + layer_start + A_CHUNKS + n_start // CHUNK
+    entries = offsets_ptr + layer_start + A_CHUNKS
+    e0, e1, e2, e3 = _load_entries(task, entries, n_start, CELL, CHUNK)
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
     token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-    y_rows = y_ptr + token * stride_ym + y_column
-    cells = tiles_ptr + first * 4
-    entry_first = _more(cells, 0, 1, entries, CELL)
-    n = n_start + tl.arange(0, BLOCK_N)
-    # y and B of the next step are on their way while this one is multiplied and stored.
-    prior = tl.load(
-        y_rows[:, None] + n[None, :], mask=m_mask[:, None] & (n < d_out)[None, :], other=0
-    )
-    b = _load_b(weights_ptr, entry_first, n, n < d_out, CHUNK)
+    y_rows = y_ptr + y_column + (token * stride_ym)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # The first tile's sums serve all steps; with rank 16 or less there is no other.
-    h_first = _sum_planes(planes_ptr, plane, num_rows, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
-    for _ in range(N_STEPS):
-        n_mask = n < d_out
-        next_n = n + BLOCK_N
-        next_mask = next_n < tl.minimum(d_out, n_start + N_STEPS * BLOCK_N)
-        next_prior = tl.load(
-            y_rows[:, None] + next_n[None, :], mask=m_mask[:, None] & next_mask[None, :], other=0
-        )
-        next_b = _load_b(weights_ptr, entry_first, next_n, next_mask, CHUNK)
-        acc = tl.dot(h_first, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
-        for t in range(1, num_tiles):
-            entry = _more(cells + t * 4, 0, 1, entries, CELL)
-            more_b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
-            h = _sum_planes(
-                planes_ptr, plane + t * num_rows, num_rows, plane_rows, BLOCK_M, SPLIT_K, COMPUTE
-            )
-            acc = tl.dot(h, tl.trans(more_b.to(COMPUTE)), acc, input_precision=PRECISION)
-        y_ptrs = y_rows[:, None] + n[None, :]
-        summed = (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty)
-        tl.store(y_ptrs, summed, mask=m_mask[:, None] & n_mask[None, :])
-        n, prior, b = next_n, next_prior, next_b
+    # A x of a rank tile serves all blocks.
+    h0 = _sum_planes(planes_ptr, plane, num_rows, e0, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
+    if num_tiles == 1:
+        _walk_blocks(
+            weights_ptr, y_rows, m_mask, h0, h0, h0, h0, e0, e1, e2, e3, n_start, d_out, CHUNK, 1,
+            BLOCK_N, N_STEPS, STAGES, BLOCK_M, COMPUTE, PRECISION,
+        )  # fmt: skip
+    elif num_tiles <= 4:
+        at = plane + num_rows
+        h1 = _sum_planes(planes_ptr, at, num_rows, e1, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
+        at += num_rows
+        h2 = _sum_planes(planes_ptr, at, num_rows, e2, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
+        at += num_rows
+        h3 = _sum_planes(planes_ptr, at, num_rows, e3, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
+        _walk_blocks(
+            weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, 4,
+            BLOCK_N, N_STEPS, 2, BLOCK_M, COMPUTE, PRECISION,
+        )  # fmt: skip
+    else:
+        for step in range(N_STEPS):
+            n = n_start + step * BLOCK_N + tl.arange(0, BLOCK_N)
+            n_mask = n < d_out
+            y_mask = m_mask[:, None] & n_mask[None, :]
+            prior = tl.load(y_rows + n[None, :], mask=y_mask, other=0)
+            b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
+            acc = tl.dot(h0, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
+            for t in range(1, num_tiles):
+                at = plane + t * num_rows
+                entry = _more(tiles_ptr + (first + t) * 4, 0, 1, entries + n_start // CHUNK, CELL)
+                h = _sum_planes(
+                    planes_ptr, at, num_rows, entry, plane_rows, BLOCK_M, SPLIT_K, COMPUTE
+                )
+                b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+                acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+            summed = (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty)
+            tl.store(y_rows + n[None, :], summed, mask=y_mask)
 
 
 @triton.jit
 def _sum_planes(
-    planes_ptr, plane, num_rows, plane_rows, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    planes_ptr, plane, num_rows, entry, plane_rows, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of prefill, in order."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 16)
     h_ptrs = planes_ptr + (plane + m).to(tl.int64)[:, None] * 16 + k[None, :]
-    h_mask = (m < num_rows)[:, None]
+    h_mask = (m < num_rows)[:, None] & (entry >= 0)
     h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
     for _ in tl.static_range(SPLIT_K - 1):
         h_ptrs += plane_rows.to(tl.int64) * 16
@@ -392,7 +523,8 @@ def sgmv_expand(
     if choice.is_decode:
         expand_decode_kernel[(lists.decode_grid(group.num_tasks, choice),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
-            layer_start, y.stride(0), ROWS_N=choice.rows_n, ROW_SPLITS=choice.row_splits,
+            layer_start, y.stride(0), ROWS_N=choice.rows_n, N_STEPS=choice.n_steps,
+            STAGES=choice.expand_stages, ROW_SPLITS=choice.row_splits,
             # Of a sum's first two products the compiler fuses either, and not the same one for
             # every BLOCK_N: bits would depend on the batch.
             enable_fp_fusion=False, **constants,
@@ -400,7 +532,8 @@ def sgmv_expand(
     else:
         expand_prefill_kernel[(group.num_tasks,)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows,
-            layer_start, y.stride(0), group.plane_rows, N_STEPS=choice.n_steps, **constants,
+            layer_start, y.stride(0), group.plane_rows, N_STEPS=choice.n_steps,
+            STAGES=choice.expand_stages, **constants,
         )  # fmt: skip
 
 

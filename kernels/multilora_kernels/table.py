@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from multilora_kernels.layout import (
+    GROUPS,
     MAX_RANK,
     MODULES,
     NO_EXTRAS,
@@ -249,6 +250,12 @@ class AdapterTable:
     def highest_rank(self, slots: Sequence[int] | npt.NDArray[np.integer]) -> int:
         """Of any module of `slots`, in whole rank tiles; 0 for none."""
         return TILE_RANKS * int(self.tiles[np.asarray(slots)].max(initial=0))
+
+    def groups_of(self, slots: Sequence[int] | npt.NDArray[np.integer]) -> tuple[str, ...]:
+        """The groups of projections in which any of `slots` has a module, in GROUPS' order."""
+        used = (self.tiles[np.asarray(slots)] > 0).any(axis=0)
+        found = {module for module, is_used in zip(MODULES, used, strict=True) if is_used}
+        return tuple(name for name, modules in GROUPS.items() if found.intersection(modules))
 
     def vectors(
         self, slot: int, layer: int, module: str, kind: VectorKind

@@ -18,7 +18,7 @@ with the tiles of a segment in a row, so entry t of it begins at plane row `firs
 Nothing here depends on the layer: the same lists serve all of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -214,8 +214,11 @@ def list_runs(
     columns = np.full_like(flat, choice.block_n * choice.n_steps)
     if choice.is_decode:
         is_row = np.repeat(rows == 1, len(modules))
-        by_tiles = np.array([choice.columns(shape, count) for count in range(SIDE_BY_SIDE + 1)])
-        columns = np.where(is_row, by_tiles[np.minimum(flat, SIDE_BY_SIDE)], choice.rows_n)
+        kinds = range(SIDE_BY_SIDE + 2)
+        alone = np.array([choice.columns(shape, count) for count in kinds])
+        shared = np.array([choice.shared_columns(count) for count in kinds])
+        kind = np.minimum(flat, SIDE_BY_SIDE + 1)
+        columns = np.where(is_row, alone[kind], shared[kind])
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
     num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
@@ -321,18 +324,23 @@ class WorkLists:
             self._planes = torch.empty(needed, dtype=torch.float32, device=self.table.device)
         return self._planes
 
-    def expect(self, num_tokens: int, rank: int) -> None:
-        """Size the coming launches for `num_tokens` rows of as many adapters of `rank`.
+    def expect(self, num_tokens: int, rank: int, groups: Collection[str]) -> None:
+        """Size the coming launches for `num_tokens` rows of as many adapters of `rank`, with
+        modules of `groups`; the other groups launch nothing.
 
         The lists stay as they are: a launch walks whatever it finds there.
         """
         tiles = -(-rank // TILE_RANKS)
         for name, group in self.groups.items():
+            if name not in groups:
+                self.groups[name] = replace(group, num_tiles=0, num_tasks=0)
+                continue
             columns = group.choice.columns(group.shape, tiles)
             tasks = num_tokens * sum(-(-d_out // columns) for d_out in group.shape.d_outs)
             # Rows that share an adapter take narrower columns: four to an adapter, as many programs
             # as run at once.
-            shared = sum(-(-d_out // group.choice.rows_n) for d_out in group.shape.d_outs)
+            width = group.choice.shared_columns(tiles)
+            shared = sum(-(-d_out // width) for d_out in group.shape.d_outs)
             shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
             self.groups[name] = replace(
                 group,

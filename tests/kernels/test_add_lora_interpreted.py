@@ -68,6 +68,30 @@ def test_shared_rows_in_parts_of_a_share_of_k(
     check(fleet, [7, 3, 0, 7, 3, 6, 6], "qkv", 10, [0])
 
 
+def test_shared_rows_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to five rank tiles; the last block of a task and the last task are cut by the matrix."""
+    decode = lora_choice._decode
+    wide = {"rows_n": 64, "n_steps": 2, "row_splits": 2}
+    monkeypatch.setattr(lora_choice, "_decode", lambda *given: replace(decode(*given), **wide))
+    fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 32 * PAGE_BYTES, torch.float32, seed=4)
+    slots = [3] * 2 + [7] * 5 + [4] * 3 + [1] + [6] * 2 + [5] * 2 + [2, 2]
+    segments = Segments(len(slots), "cpu")
+    segments.build(slots)
+    choice = segments.lists(fleet.table).groups["gate_up"].choice
+    assert (choice.rows_n, choice.n_steps) == (64, 2)
+    check(fleet, slots, "gate_up", 9, [1])
+
+
+def test_prompts_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_choice, "DECODE_TOKENS", 8)
+    prefill = lora_choice._prefill
+    monkeypatch.setattr(
+        lora_choice, "_prefill", lambda *given: replace(prefill(*given), block_n=16, n_steps=4)
+    )
+    fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 32 * PAGE_BYTES, torch.float32, seed=4)
+    check(fleet, [3] * 2 + [7] * 5 + [4] * 66 + [0, 6, 6], "gate_up", 9, [1])
+
+
 @pytest.mark.parametrize(("slots", "group"), [([9, 0], "qkv"), ([9, 9], "down"), ([0, 0], "down")])
 def test_an_expand_never_ends_before_what_it_was_launched_behind(
     fleet: Fleet, slots: list[int], group: str, monkeypatch: pytest.MonkeyPatch
