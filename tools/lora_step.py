@@ -118,10 +118,8 @@ def parse_variant(text: str) -> Variant:
     return Variant(name, found, int(rows) if rows else None)
 
 
-def compile_for(
-    geometry: ModelGeometry, rows: int, group: str, variants: Sequence[Variant]
-) -> None:
-    """Launch both kernels of a group once for each choice, in a process of its own."""
+def compile_for(geometry: ModelGeometry, rows: int, group: str, variant: Variant) -> None:
+    """Launch both kernels of a group once, in a process of its own."""
     shapes = geometry.module_shapes
     one = {(0, module): 16 for module in MODULES}
     size = page_bytes(geometry.num_layers, geometry.num_kv_heads, geometry.head_dim, 2)
@@ -129,10 +127,9 @@ def compile_for(
     modules = GROUPS[group]
     x = torch.zeros(rows, shapes[modules[0]][0], device="cuda", dtype=torch.bfloat16)
     y = x.new_zeros(rows, sum(shapes[module][1] for module in modules))
-    for variant in variants:
-        segments = Segments(rows, "cuda", choose=variant.choose)
-        segments.build([1] * rows)
-        add_lora(y, x, fleet.pool, fleet.table, segments, 0, group)
+    segments = Segments(rows, "cuda", choose=variant.choose)
+    segments.build([1] * rows)
+    add_lora(y, x, fleet.pool, fleet.table, segments, 0, group)
     torch.cuda.synchronize()
 
 
@@ -330,10 +327,11 @@ def main() -> None:
     decoder = load(given.model, device)
     with ProcessPoolExecutor(max(1, given.jobs), get_context("spawn")) as pool:
         waiting = [
-            pool.submit(compile_for, decoder.geometry, rows, group, of_rows[rows])
+            pool.submit(compile_for, decoder.geometry, rows, group, variant)
             for rows in batches
+            for variant in of_rows[rows]
             for group in GROUPS
-            if given.jobs
+            if given.jobs and variant.fields.keys().isdisjoint(SIZES)
         ]
         bench = Bench(decoder, settings, max(batches), device)
         for part in waiting:

@@ -67,6 +67,9 @@ class LoraChoice:
     expand_registers: int | None
     programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
     pdl: bool
+    ask_tasks: int  # decode: expand tasks whose B the shrink asks the L2 for when it is done
+    ask_last: bool
+    ask_early: int  # decode: tasks whose B an expand program asks the L2 for before it waits
     # Captured steps: priority of the stream on which the shrink runs beside the base multiply, 0 or
     # -1 (first); None: after the multiply, on the same stream.
     side_priority: int | None
@@ -186,6 +189,9 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         expand_registers=128,
         programs_per_sm=16,
         pdl=chip.has_pdl,
+        ask_tasks=0,
+        ask_last=False,
+        ask_early=0,
         # The multiply of a few rows has thousands of short programs, and behind them a shrink would
         # begin when they end: 4.60 ms a step instead of 4.45 at one row. A library's multiply fills
         # the chip at once and leaves room. Not measured on chips without early launch.
@@ -216,5 +222,8 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         expand_registers=None,
         programs_per_sm=32,
         pdl=chip.has_pdl,
+        ask_tasks=0,
+        ask_last=False,
+        ask_early=0,
         side_priority=None,
     )

@@ -6,6 +6,7 @@ import torch
 
 from multilora_kernels.add_lora import add_lora
 from multilora_kernels.layout import GROUPS, MODULES
+from multilora_kernels.lora_choice import Choose, choose
 from multilora_kernels.segments import Segments
 from multilora_kernels.testing import Fleet, make_fleet
 
@@ -80,20 +81,28 @@ def run(
     slots: Sequence[int],
     group: str,
     layers: Sequence[int] = range(LAYERS),
+    choose: Choose = choose,
 ) -> None:
     """One step: build segments, add the deltas of every layer to y."""
-    segments = Segments(len(slots), x.device)
+    segments = Segments(len(slots), x.device, choose=choose)
     segments.build(slots)
     for layer in layers:
         add_lora(y, x, fleet.pool, fleet.table, segments, layer, group)
 
 
-def check(fleet: Fleet, slots: Sequence[int], group: str, seed: int, layers: Sequence[int]) -> None:
+def check(
+    fleet: Fleet,
+    slots: Sequence[int],
+    group: str,
+    seed: int,
+    layers: Sequence[int],
+    choose: Choose = choose,
+) -> None:
     """Every row within tolerance of fp64; rows of the base untouched."""
     x, y = inputs(fleet, len(slots), group, seed)
     expected = y.double() + sum(dense(fleet, x, slots, layer, group) for layer in layers)
     before = y.clone()
-    run(fleet, x, y, slots, group, layers)
+    run(fleet, x, y, slots, group, layers, choose)
     error = ((y.double() - expected).norm() / expected.norm()).item()
     assert error < TOLERANCE[x.dtype], f"{group}: error {error:.2e}, seed {seed}"
     base = [row for row, slot in enumerate(slots) if slot == 0]

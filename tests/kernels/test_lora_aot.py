@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
 import triton.language as tl
 from aot import ARCHITECTURES, assert_fits, compiled_for, registers_and_spills
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from multilora_kernels.launch import H200, RTX_4090, Chip
-from multilora_kernels.lora_choice import SIDE_BY_SIDE, GroupShape, LoraChoice, choose
+from multilora_kernels.lora_choice import SIDE_BY_SIDE, GroupShape, LoraChoice, choose, with_tuned
 from multilora_kernels.sgmv_expand import (
     DECODE_STAGES,
     PREFILL_STAGES,
@@ -74,7 +71,11 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
         fixed["EVEN_K"] = shape.d_in % choice.block_k == 0
-        return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
+        fixed |= {"A_CHUNKS": -(-shape.d_in // shape.chunk), "Y_UNIT": shape.y_unit}
+        fixed |= {"ASK": choice.ask_tasks, "COLUMNS": choice.columns(shape, 1)}
+        fixed |= {"SHARED": choice.shared_columns(1), "LAST": choice.ask_last}
+        signature |= {"counts_ptr": "*i32", "tasks_ptr": "*i32"}
+        return shrink_decode_kernel, signature, fixed
     signature |= {"bands_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
 
@@ -111,6 +112,7 @@ def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     if choice.is_decode:
         fixed |= {"ROWS_N": choice.rows_n, "ROW_SPLITS": choice.row_splits}
         fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
+        fixed["EARLY"] = choice.ask_early
         return expand_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
     return expand_prefill_kernel, {**signature, "plane_rows": "i32"}, fixed
@@ -138,30 +140,27 @@ def test_decode_kernels_keep_loads_in_flight(name: str, tokens: int, tmp_path: P
     assert spilled <= 64 and programs >= 4, registers
 
 
-def test_planes_and_y_are_not_touched_before_the_wait() -> None:
+@pytest.mark.parametrize(("blocks", "waits"), [({}, 5), ({"n_steps": 4, "ask_early": 1}, 8)])
+def test_planes_and_y_are_not_touched_before_the_wait(
+    blocks: dict[str, int], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Software pipelining once hoisted loads of the planes above it: wrong sums, now and then.
 
     Beside the shrink runs the multiply that writes y.
     """
+    chosen = with_tuned(choose(SHAPES["qkv"], 16, H200), blocks)
+    monkeypatch.setitem(globals(), "choose", lambda *given: chosen)
     kernel, signature, fixed = expand_arguments(90, "qkv", 16)
-    names = list(kernel.arg_names)
-    types = {name: "constexpr" if name in fixed else signature[name] for name in names}
-    attrs = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*")
-    }
-    values = {(names.index(name),): value for name, value in fixed.items()}
-    compiled = triton.compile(
-        ASTSource(kernel, types, values, attrs),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "num_stages": DECODE_STAGES, "enable_fp_fusion": False},
-    )
+    compiled = compiled_for(kernel, signature, fixed, 90, 4, DECODE_STAGES, enable_fp_fusion=False)
     ptx = compiled.asm["ptx"]
     assert "fma.rn.f32" not in ptx  # see sgmv_expand
-    # A wait for each path: shared rows; one, two, more rank tiles; nothing to do at all. Planes and
-    # y are read past the L1, and nothing else is.
-    assert ptx.count("griddepcontrol.wait") == 5
-    assert "cp.async" not in ptx and ptx.count("ld.global.cg") > 8
-    assert reached_before_the_wait(ptx, ("ld.global.cg", "st.global")) == []
+    # A wait for each path: one, two, more rank tiles, of a row alone and of shared rows in several
+    # blocks; shared rows in one block, or of many tiles; nothing to do at all. Planes and y are
+    # read past the L1, y of several blocks and their B by asynchronous copies.
+    assert ptx.count("griddepcontrol.wait") == waits
+    assert ptx.count("ld.global.cg") > 8 and ("cp.async.cg" in ptx) == bool(blocks)
+    touches = ("ld.global.cg", "st.global", "cp.async")
+    assert reached_before_the_wait(ptx, touches) == []
     assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), ("st.global",)) != []
 
 

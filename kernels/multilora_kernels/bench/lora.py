@@ -71,20 +71,23 @@ ORDER_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
         (2048, 1, 8, 4),
     )
 )
-PREFILL_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
-    {
-        "block_m": 64, "block_k": block_k, "k_steps": span // block_k, "shrink_stages": 3,
-        "block_n": block_n, "n_steps": steps, "expand_warps": warps,
-    }
-    for block_k, span, block_n, steps, warps in (
-        (64, 1024, 64, 8, 4),
-        (64, 1024, 128, 4, 4),
-        (64, 2048, 64, 8, 4),
-        (64, 2048, 128, 4, 8),
-        (64, 4096, 64, 8, 4),
-        (64, 4096, 128, 4, 4),
-    )
-)  # fmt: skip
+# The shrink's as chosen, with several expands; then several shares of K.
+PREFILL_CHOICES: tuple[Mapping[str, Any], ...] = (
+    *(
+        {"block_n": block_n, "n_steps": steps, "expand_stages": stages, "expand_warps": warps}
+        for block_n, steps, stages, warps in (
+            (64, 8, 2, 4),
+            (64, 8, 3, 4),
+            (64, 8, 4, 4),
+            (64, 16, 3, 4),
+            (128, 4, 2, 4),
+            (128, 4, 3, 4),
+            (128, 4, 3, 8),
+            (128, 8, 2, 8),
+        )
+    ),
+    *({"block_k": 64, "k_steps": span // 64, "block_n": 64, "n_steps": 8} for span in (1024, 4096)),
+)
 
 
 @dataclass(frozen=True)
