@@ -54,17 +54,24 @@ class Captured(Protocol):
 
 
 class GraphMemory:
-    """What graphs allocate from: one pool for all, since steps do not overlap."""
+    """What graphs allocate from: one pool for all, since steps do not overlap.
+
+    `torch.cuda.graph` empties torch's cache before every capture, and that of page-locked memory
+    with it, so that each of 57 steps waited for the device and had its memory mapped anew: 5 to 7 s
+    of a start. What it does that for, room for the graphs, is made here once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None  # that captures are made on
         self.pool_bytes = 0  # that torch keeps for what the captured steps allocate
         self.driver_bytes = 0  # that the driver keeps of them
+        settled_bytes(device)  # graphs cannot use what other steps have left in reserve
 
     def record(self, work: Callable[[], None]) -> Captured:
-        """Capture `work`, and count what that takes."""
-        kept, driver = settled_bytes(self._device)
+        """Capture `work`, and count what that takes: nothing else grows meanwhile."""
+        kept, driver = kept_bytes(self._device)
         captured = self._capture(work)
         kept_after, driver_after = kept_bytes(self._device)
         self.pool_bytes += kept_after - kept
@@ -72,14 +79,16 @@ class GraphMemory:
         return captured
 
     def _capture(self, work: Callable[[], None]) -> Captured:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
-        # Loader threads may use the device meanwhile: only this thread's calls are watched. The
-        # outer block leads back to this stream where a capture fails: torch's own does not.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            work()
+        with torch.cuda.stream(self._stream):
+            # Loader threads may use the device meanwhile: only this thread's calls are watched.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
 
 
@@ -159,7 +168,9 @@ class DecodeGraphs:
         keys = [(rows, rank) for rows in reversed(self._row_counts) for rank in self._ranks]
         for index, (rows, rank) in enumerate(keys):
             progress(index, len(keys))
-            self._warm_up(rows, rank)
+            # A few layers launch every kernel, and take the host 2 ms instead of 30.
+            with self._decoder.few_layers():
+                self._warm_up(rows, rank)
             step = partial(self._run, rows, with_adapters=rank > 0)
             self._graphs[rows, rank, False] = record(step)
         progress(len(keys), len(keys))
@@ -176,7 +187,8 @@ class DecodeGraphs:
         assert record is not None
         # What the step before left would be computed again, and written to pages since given away.
         self._inputs.zero_()
-        self._warm_up(rows, rank, extras=True)
+        with self._decoder.few_layers():
+            self._warm_up(rows, rank, extras=True)
         step = partial(self._run, rows, with_adapters=True)
         self._graphs[rows, rank, True] = record(step)
         self._record = record

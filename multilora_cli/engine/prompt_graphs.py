@@ -98,7 +98,8 @@ class PromptGraphs:
             else:
                 segments.build(np.zeros(step.num_tokens, dtype=np.int32))
             work: Callable[[], None] = partial(self._run, step, with_adapters=rank > 0)
-            work()  # compiles kernels, which a capture must not
+            with self._decoder.few_layers():
+                work()  # compiles kernels, which a capture must not
             self._graphs[step, rank] = record(work)
         progress(len(keys), len(keys))
         segments.build(np.zeros(1, dtype=np.int32))
