@@ -29,6 +29,7 @@ from multilora_cli.errors import Refused
 
 _STUCK_S = 120.0  # without a delta or a reply for that long, something is wrong
 _HOST = "_seconds"  # how the engine's counters of time are spelled
+_PROMPT = "prompt_"  # and once more of steps with prompts
 _NAP_S = 0.0005  # while an adapter loads and nothing can run
 
 
@@ -285,9 +286,20 @@ class Figures:
     ttft_median_ms: float
     ttft_last_ms: float
     wall_s: float
-    host_ms: Mapping[str, float]  # per step, by the engine's counters of host time
+    host_ms: Mapping[str, float]  # per step that only decodes, by the engine's counters of time
+    prompt_host_ms: Mapping[str, float]  # per step with prompts
     adapter_evictions: int  # per batch: adapters that gave their pages to something else
     preemptions: int  # per batch
+
+
+def _per_step(grown: "Counter[str]") -> dict[str, float]:
+    """Milliseconds of every phase in a step, without what counts for steps with prompts alone."""
+    steps = grown["steps"] - grown[f"{_PROMPT}steps"]
+    return {
+        key.removesuffix(_HOST): (seconds - grown[f"{_PROMPT}{key}"]) / max(steps, 1) * 1e3
+        for key, seconds in grown.items()
+        if key.endswith(_HOST) and not key.startswith(_PROMPT)
+    }
 
 
 def figures(batches: Sequence[Batch]) -> Figures:
@@ -311,11 +323,16 @@ def figures(batches: Sequence[Batch]) -> Figures:
         ttft_median_ms=median(time_s for times in firsts for time_s in times) * 1e3,
         ttft_last_ms=median(times[-1] for times in firsts) * 1e3,
         wall_s=median(batch.wall_s for batch in batches),
-        host_ms={
-            key.removesuffix(_HOST): value / max(grown["steps"], 1) * 1e3
-            for key, value in grown.items()
-            if key.endswith(_HOST)
-        },
+        host_ms=_per_step(grown),
+        prompt_host_ms=_per_step(
+            Counter(
+                {
+                    key.removeprefix(_PROMPT): value
+                    for key, value in grown.items()
+                    if key.startswith(_PROMPT)
+                }
+            )
+        ),
         adapter_evictions=round(grown["adapter_evictions"] / len(batches)),
         preemptions=round(grown["preemptions"] / len(batches)),
     )

@@ -125,10 +125,12 @@ def describe(record: Mapping[str, Any]) -> str:
         phases = ", ".join(f"{k} {v:.2f} s" for k, v in record["start_s"].items() if v is not None)
         return f"{record['quantization']}: started: {phases}"
     host = ", ".join(f"{name} {ms:.2f}" for name, ms in record["host_ms"].items())
+    prompts = ", ".join(f"{name} {ms:.2f}" for name, ms in record["prompt_host_ms"].items())
     return (
         f"{record['quantization']}, {record['setting']}, B={record['batch']}:"
         f" {_step_text(record)} ms/step, {record['output_tokens_per_s']:,.0f} tok/s,"
-        f" TTFT {record['ttft_last_ms']:.0f} ms, ms per step by the engine: {host}"
+        f" TTFT {record['ttft_last_ms']:.0f} ms, ms per step by the engine: {host};"
+        f" with prompts: {prompts}"
     )
 
 

@@ -117,6 +117,8 @@ class _Assembly:
         config, device = self.config, self.allocation.device
         page_bytes, dtype = self.pool.page_bytes, self.allocation.dtype
         base = BaseRows(decoder)
+        # A CPU would compute between two steps what its loader threads compute beside them.
+        self.beside = base.advance if device.type == "cuda" else None
         crew = Crew(loaders, num_helpers())
         reader = AdapterReader(
             config, self.geometry, page_bytes, base, dtype, self.failpoints, crew
@@ -304,6 +306,7 @@ def build_engine(
             now=now,
             loaders=loaders,
             steps_ahead=_steps_ahead(config, assembly.allocation),
+            beside=assembly.beside,
         )
     )
 

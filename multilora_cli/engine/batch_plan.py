@@ -34,6 +34,11 @@ class ScheduledBatch:
     copies: tuple[tuple[int, int], ...] = ()
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a row has more than one token, which is then the last one."""
+        return bool(self.rows) and self.rows[-1].length > 1
+
+    @property
     def num_tokens(self) -> int:
         """Token rows of the step."""
         return sum(row.length for row in self.rows)

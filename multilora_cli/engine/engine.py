@@ -48,6 +48,10 @@ from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, PrefixCache, root_ke
 
 _log = logging.getLogger(__name__)
 
+# Weights of the base that work beside the steps walks between two of them: about 0.2 ms of an H200,
+# so that the DoRA adapter of an 8B takes 200 steps; and where no step waits for it.
+_WEIGHTS_BESIDE = 2**25
+_WEIGHTS_IDLE = 2**28
 _LEARN_TOKENS = 128  # a smaller step says more about its overhead than about its tokens
 
 
@@ -96,6 +100,8 @@ class EngineParts:
     now: Callable[[], float] = time.monotonic
     loaders: ThreadPoolExecutor | None = None
     steps_ahead: int = 0  # steps that are launched before the oldest one's tokens are awaited
+    # Work of loads between two steps (BaseRows.advance); its argument is how much of it.
+    beside: Callable[[int], None] | None = None
 
 
 class Engine:
@@ -122,13 +128,19 @@ class Engine:
 
     def begin_step(self) -> None:
         """Decide the next step and hand it to the device. What adapters became of it is known."""
-        parts = self.parts
-        with self._phases.measure("schedule"):
-            parts.residency.poll()
-            batch = parts.scheduler.schedule()
+        parts, phases = self.parts, self._phases
+        phases.start()
+        parts.residency.poll()
+        batch = parts.scheduler.schedule()
         if batch.rows:
+            phases.end("schedule", prompts=batch.has_prompts)
             self._launch(batch)
+            phases.end("launch", prompts=batch.has_prompts)
         self._ahead = parts.steps_ahead if batch.rows else 0
+        if parts.beside is not None:
+            parts.beside(_WEIGHTS_BESIDE if batch.rows else _WEIGHTS_IDLE)
+            if batch.rows:
+                phases.end("beside", prompts=batch.has_prompts)
 
     def end_step(self) -> list[Delta]:
         """Wait for the oldest step, or all where none was launched; the deltas of the turn."""
@@ -145,27 +157,29 @@ class Engine:
     def _launch(self, batch: ScheduledBatch) -> None:
         parts = self.parts
         parts.failpoints.hit("step")
-        with self._phases.measure("launch"):
-            number, at = parts.pool.clock.launch(), time.perf_counter()
-            flight = parts.runner.launch(batch)
-            parts.kv.copies_launched()
-            parts.scheduler.launched(batch)
+        number, at = parts.pool.clock.launch(), time.perf_counter()
+        flight = parts.runner.launch(batch)
+        parts.kv.copies_launched()
+        parts.scheduler.launched(batch)
         self._under_way.append(_Launched(number, batch, flight, at))
 
     def _land(self) -> list[Delta]:
         """Wait for the oldest step and tell what it produced."""
-        step = self._under_way.popleft()
-        with self._phases.measure("wait"):
-            results = step.flight.results()
+        step, phases = self._under_way.popleft(), self._phases
+        prompts = step.batch.has_prompts
+        phases.start()
+        results = step.flight.results()
+        phases.end("wait", prompts=prompts)
         # What the steps that ended could still read may be overwritten now.
         self.parts.pool.clock.complete(step.number)
         landed_at = time.perf_counter()
         took_s = landed_at - max(step.at, self._landed_at)
         self._landed_at = landed_at
-        self._phases.step(took_s)
+        phases.step(took_s, prompts=prompts)
         self._learn_cost(step.batch, took_s)
-        with self._phases.measure("answer"):
-            return self._answers.take(step.batch, results)
+        deltas = self._answers.take(step.batch, results)
+        phases.end("answer", prompts=prompts)
+        return deltas
 
     def _learn_cost(self, batch: ScheduledBatch, step_s: float) -> None:
         """What a cached block is worth follows from how fast prompts are computed here."""

@@ -193,7 +193,17 @@ def batch(*steps: tuple[float, Sequence[int]]) -> Batch:
     turns = tuple(Turn(at, [Delta(i, 0, [7]) for i in ids]) for at, ids in steps)
     size = len({i for _, ids in steps for i in ids})
     tokens = sum(len(ids) for _, ids in steps)
-    return Batch(size, tokens, turns, {"steps": len(steps), "plan_seconds": 0.5})
+    return Batch(
+        size,
+        tokens,
+        turns,
+        {
+            "steps": len(steps) + 2,
+            "plan_seconds": 0.5,
+            "prompt_steps": 2,
+            "prompt_plan_seconds": 0.1,
+        },
+    )
 
 
 def test_a_cpu_is_not_given_an_8b_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +229,8 @@ def test_only_steps_in_which_all_decode_are_timed() -> None:
     assert found.decode_tokens_per_s == pytest.approx(10)
     assert found.output_tokens_per_s == pytest.approx(8 / 9)
     assert (found.ttft_median_ms, found.ttft_last_ms) == (2000, 3000)
-    assert found.host_ms == {"plan": pytest.approx(100)}
+    assert found.host_ms == {"plan": pytest.approx(80)}
+    assert found.prompt_host_ms == {"plan": pytest.approx(50)}
 
 
 def test_where_never_all_run_steps_that_begin_no_answer_are_timed() -> None:
