@@ -18,7 +18,7 @@ from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.vectors import BaseRows, vectors_of
 from multilora_cli.adapters.weight_reader import PIECE_BYTES, WeightFiles, WeightReader
 from multilora_cli.errors import AdapterError
-from multilora_kernels.layout import Block, ImagePlan, MatrixBlock, MatrixName, VectorKind
+from multilora_kernels.layout import Block, ImagePlan, MatrixBlock, MatrixName, VectorBlock
 
 # Saved matrices are searched for the value that is not finite a few rows at a time.
 _SEARCH_BYTES = 8 * 2**20
@@ -73,7 +73,7 @@ def build_image(
         if plan.vectors:
             if base is None:
                 raise ValueError("DoRA and trained biases need the base")
-            _fill_vectors(adapter, plan, reader, base, out)
+            crew.each(_vector_jobs(adapter, plan, files, base, out))
             return ()
     return ("every product of lora_B and lora_A is zero: answers equal the base's",) * all_zero
 
@@ -296,17 +296,29 @@ def _matrix_jobs(
     return (partial(place, block) for block in plan.matrices)
 
 
-def _fill_vectors(
-    adapter: AdapterFile, plan: ImagePlan, reader: WeightReader, base: BaseRows, out: torch.Tensor
-) -> None:
-    """Scales and shifts, after the check of all weights: their bits mean nothing to it."""
-    key, values = (-1, ""), dict[VectorKind, torch.Tensor]()
+def _vector_jobs(
+    adapter: AdapterFile,
+    plan: ImagePlan,
+    files: WeightFiles,
+    base: BaseRows,
+    out: torch.Tensor,
+) -> Iterator[Job]:
+    """Scales and shifts, after the check of all weights: their bits mean nothing to it.
+
+    A job for every module: while one waits for its norms, others read.
+    """
+    by_module: dict[tuple[int, str], list[VectorBlock]] = {}
     for block in plan.vectors:
-        if key != (block.layer, block.module):
-            key = (block.layer, block.module)
+        by_module.setdefault((block.layer, block.module), []).append(block)
+
+    def place(key: tuple[int, str], blocks: list[VectorBlock]) -> None:
+        with files.reader() as reader:
             values = vectors_of(adapter, key, reader.read, base)
-        part = values[block.kind][block.start : block.start + block.length]
-        out[block.page, block.offset : block.offset + part.nbytes] = part.view(torch.uint8)
+        for block in blocks:
+            part = values[block.kind][block.start : block.start + block.length]
+            out[block.page, block.offset : block.offset + part.nbytes] = part.view(torch.uint8)
+
+    return (partial(place, key, blocks) for key, blocks in by_module.items())
 
 
 def _all_finite(out: torch.Tensor, dtype: torch.dtype, crew: Crew) -> bool:
