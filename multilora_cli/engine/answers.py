@@ -32,7 +32,15 @@ class Answers:
             try:
                 if result.error is not None:
                     self._fail(row, result.error)
-                elif _is_decode(row) and result.sampled[0].finite:
+                # One more token of an answer under way, as nearly always. A chunk of one token is
+                # something else: an answer that was preempted is computed again, and samples only
+                # where its last known token is.
+                elif (
+                    row.length == 1
+                    and row.samples
+                    and row.sequence.has_answered
+                    and result.sampled[0].finite
+                ):
                     deltas.append(self._take_decode(row, result.sampled[0]))
                 else:
                     deltas += self._take_row(row, result)
@@ -42,20 +50,22 @@ class Answers:
         return deltas
 
     def _take_decode(self, row: ScheduledRow, sampled: Sampled) -> Delta:
-        """What almost every row is: one more token of an answer under way."""
-        sequence = row.sequence
+        """One more token of an answer under way."""
+        sequence, token_id = row.sequence, sampled.token_id
         if (row.start + 1) % BLOCK_TOKENS == 0:
             self._publish(row)
-        sequence.see(sampled.token_id)
+        sequence.see(token_id)
         self.generated_tokens += 1
-        reason = sequence.finish_reason()
-        if reason is not None:
-            self._scheduler.retire(sequence)
+        reason = None
+        if token_id in sequence.stop_ids or len(sequence.tokens) >= sequence.max_len:
+            reason = sequence.finish_reason()
+            if reason is not None:
+                self._scheduler.retire(sequence)
         logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         return Delta(
             sequence.request_id,
             sequence.index,
-            [sampled.token_id],
+            [token_id],
             logprobs=logprobs,
             finish_reason=reason,
         )
@@ -141,9 +151,3 @@ class Answers:
         for sequence in (row.sequence, *row.samples):
             if sequence.status is not Status.FINISHED:
                 self._scheduler.end(sequence, "error", Fault("internal_error", reason))
-
-
-def _is_decode(row: ScheduledRow) -> bool:
-    """Whether it is one more token of an answer under way. A chunk of one token is not: an answer
-    that was preempted is computed again, and samples only where its last known token is."""
-    return row.length == 1 and row.sequence.has_answered and bool(row.samples)

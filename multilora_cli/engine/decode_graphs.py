@@ -151,12 +151,12 @@ class DecodeGraphs:
     def holds(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows are a step that was captured: one token each, and not too many.
 
-        Log-probabilities of a prompt are taken from hidden states, which a graph does not keep.
+        Not for the caller who wants log-probabilities of a prompt: those are taken from hidden
+        states, which a graph does not keep.
         """
         return (
             len(rows) <= self._row_counts[-1]
             and rows[-1].length == 1
-            and not any(row.sequence.wants_prompt_logprobs for row in rows)
             and (self._record is not None or self._key(self._slots(rows)) in self._graphs)
         )
 
@@ -260,10 +260,10 @@ class DecodeGraphs:
         fields[3] = -1  # a spare row writes nothing
         count = len(rows)
         fields[0, :count], fields[1, :count] = single_tokens(rows)
-        positions = np.array([row.start for row in rows], dtype=np.int32)
+        positions = fields[2, :count]
+        positions[:] = [row.start for row in rows]
         table = self._pages.update(rows, range(count), padded)
         pages = table[np.arange(count), positions // BLOCK_TOKENS]
-        fields[2, :count] = positions
         fields[3, :count] = pages * BLOCK_TOKENS + positions % BLOCK_TOKENS
         fields[4, :count] = positions + 1
         fields[5, 0] = table.shape[1]

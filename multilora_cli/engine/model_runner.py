@@ -7,9 +7,10 @@ fault ends only that request.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -61,19 +62,29 @@ class _PromptLogprobs:
         )
 
 
-class _Placed(NamedTuple):
-    """A row of the batch: which one, and the place of its first sample among all of the step."""
+class _Share(NamedTuple):
+    """Rows of the batch in their order, all or a half: which ones they are there, and the place of
+    each one's first sample among all of the step."""
 
-    number: int
-    place: int
-    row: ScheduledRow
+    numbers: Rows[int]
+    places: Rows[int]
+    rows: Rows[ScheduledRow]
+
+    def halves(self) -> tuple["_Share", "_Share"]:
+        """The first rows, and the others."""
+        middle = len(self.rows) // 2
+        first, second = slice(middle), slice(middle, None)
+        return (
+            _Share(self.numbers[first], self.places[first], self.rows[first]),
+            _Share(self.numbers[second], self.places[second], self.rows[second]),
+        )
 
 
 @dataclass(frozen=True)
 class _Pass:
     """What one pass over some rows sends back: pinned host tensors that are being filled."""
 
-    rows: list[int]  # in the batch
+    rows: Rows[int]  # in the batch
     draws: list[_Draw]
     tokens: torch.Tensor | None  # int64 [draws]; -1 where the logits were not finite
     logprobs: Logprobs | None
@@ -84,6 +95,43 @@ class _Pass:
         """With tokens that outlive the next pass: those of a captured step do not."""
         return self if self.fresh is None else replace(self, fresh=self.fresh.clone())
 
+    @property
+    def places(self) -> Rows[int]:
+        """Of its tokens among those of the step."""
+        return [draw.place for draw in self.draws]
+
+    def results(self) -> Iterator[tuple[int, RowResult]]:
+        """Of every row, once the device is done."""
+        sampled: dict[int, list[Sampled]] = {row: [] for row in self.rows}
+        for draw, token in zip(self.draws, _sampled(self), strict=True):
+            sampled[draw.row].append(token)
+        for row, tokens in sampled.items():
+            prompt = self.prompts.get(row)
+            yield row, RowResult(tuple(tokens), prompt.on_host() if prompt else ())
+
+
+class _PlainPass(NamedTuple):
+    """What nearly every pass is: a captured step whose rows take one token each, the most likely.
+
+    Nothing is made for each row but what is told: at 256 rows the rest took a quarter of the host's
+    time.
+    """
+
+    rows: Rows[int]  # in the batch
+    places: Rows[int]  # of their tokens among those of the step, one after the other
+    tokens: torch.Tensor  # int64 [rows]; -1 where the logits were not finite
+    fresh: torch.Tensor
+
+    def kept(self) -> "_PlainPass":
+        """With tokens that outlive the next pass."""
+        return self._replace(fresh=self.fresh.clone())
+
+    def results(self) -> Iterator[tuple[int, RowResult]]:
+        """Of every row, once the device is done."""
+        token_ids: list[int] = self.tokens.tolist()
+        told = [RowResult((Sampled(token if token > 0 else 0, token >= 0),)) for token in token_ids]
+        return zip(self.rows, told, strict=True)
+
 
 class StepFlight:
     """A launched step: the passes that were made of it, and the rows that could not be run."""
@@ -91,7 +139,7 @@ class StepFlight:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._fence: Fence | None = None
-        self.passes: list[_Pass] = []
+        self.passes: list[_Pass | _PlainPass] = []
         self.errors: dict[int, str] = {}
 
     def close(self, fence: Fence) -> None:
@@ -104,12 +152,7 @@ class StepFlight:
         self._fence.wait()
         results = {row: RowResult(error=error) for row, error in self.errors.items()}
         for done in self.passes:
-            sampled: dict[int, list[Sampled]] = {row: [] for row in done.rows}
-            for draw, token in zip(done.draws, _sampled(done), strict=True):
-                sampled[draw.row].append(token)
-            for row, tokens in sampled.items():
-                prompt = done.prompts.get(row)
-                results[row] = RowResult(tuple(tokens), prompt.on_host() if prompt else ())
+            results.update(done.results())
         return tuple(results[row] for row in range(self._num_rows))
 
 
@@ -140,41 +183,43 @@ class ModelRunner:
             sources, targets = zip(*batch.copies, strict=True)
             self._pool[self._on_device(targets)] = self._pool[self._on_device(sources)]
         flight = StepFlight(len(batch.rows))
-        sound: list[_Placed] = []
-        place = 0
-        for index, row in enumerate(batch.rows):
-            try:
-                self._failpoints.hit("row", row.sequence.request_id)
-                sound.append(_Placed(index, place, row))
-            except Exception as error:
-                flight.errors[index] = _describe(error)
-            place += len(row.samples)
-        self._run_isolated(sound, flight)
+        self._run_isolated(self._sound(batch.rows, flight), flight)
         self._leave_tokens(flight.passes)
         flight.close(fence_of(self._pool.device))
         return flight
 
-    def _run_isolated(
-        self, rows: list[_Placed], flight: StepFlight, *, is_part: bool = False
-    ) -> None:
-        if not rows:
+    def _sound(self, rows: Rows[ScheduledRow], flight: StepFlight) -> _Share:
+        """The rows that no failpoint keeps out of the step."""
+        share = _Share(range(len(rows)), _places(rows), rows)
+        if not self._failpoints.armed:
+            return share
+        sound = []
+        for number, row in enumerate(rows):
+            try:
+                self._failpoints.hit("row", row.sequence.request_id)
+                sound.append(number)
+            except Exception as error:
+                flight.errors[number] = _describe(error)
+        return _Share(sound, [share.places[n] for n in sound], [rows[n] for n in sound])
+
+    def _run_isolated(self, share: _Share, flight: StepFlight, *, is_part: bool = False) -> None:
+        if not share.rows:
             return
         try:
-            done = self._run_rows(rows)
+            done = self._run_rows(share)
             flight.passes.append(done.kept() if is_part else done)
             return
         except Exception as error:
-            _log.exception("a step of %d rows failed", len(rows))
+            _log.exception("a step of %d rows failed", len(share.rows))
             self._check_device()
-            if len(rows) == 1:
-                flight.errors[rows[0].number] = _describe(error)
+            if len(share.rows) == 1:
+                flight.errors[share.numbers[0]] = _describe(error)
                 return
-        middle = len(rows) // 2
-        self._run_isolated(rows[:middle], flight, is_part=True)
-        self._run_isolated(rows[middle:], flight, is_part=True)
+        for half in share.halves():
+            self._run_isolated(half, flight, is_part=True)
 
     @torch.inference_mode()
-    def _leave_tokens(self, passes: list[_Pass]) -> None:
+    def _leave_tokens(self, passes: Rows["_Pass | _PlainPass"]) -> None:
         """Leave the step's tokens among `sampled`, for the next one.
 
         Once all passes are launched: rows change places from step to step, so that what one pass
@@ -184,11 +229,12 @@ class ModelRunner:
         for done in passes:
             if done.fresh is None:
                 continue
-            first, last = done.draws[0].place, done.draws[-1].place
-            if last - first == len(done.draws) - 1:
+            places = done.places
+            first, last = places[0], places[-1]
+            if last - first == len(places) - 1:
                 sampled[first : last + 1] = done.fresh
             else:
-                sampled[self._on_device([draw.place for draw in done.draws])] = done.fresh
+                sampled[self._on_device(places)] = done.fresh
 
     def _check_device(self) -> None:
         """After a fault on the device itself nothing works any more: let the process end."""
@@ -196,18 +242,24 @@ class ModelRunner:
             torch.cuda.synchronize(self._pool.device)
 
     @torch.inference_mode()
-    def _run_rows(self, placed: list[_Placed]) -> _Pass:
-        rows = [row for _, _, row in placed]
-        for row in rows:
-            self._failpoints.hit("forward", row.sequence.request_id)
-        if self._graphs is not None and self._graphs.holds(rows):
-            return self._run_captured(self._graphs, placed, rows)
+    def _run_rows(self, share: _Share) -> "_Pass | _PlainPass":
+        rows, graphs = share.rows, self._graphs
+        if self._failpoints.armed:
+            for row in rows:
+                self._failpoints.hit("forward", row.sequence.request_id)
+        if graphs is not None and graphs.holds(rows):
+            if _are_plain(rows) and not self._failpoints.armed:
+                picked = graphs.run(rows).picked
+                told = _to_host(picked.told)
+                return _PlainPass(share.numbers, share.places, told, picked.token_ids)
+            if not any(row.sequence.wants_prompt_logprobs for row in rows):
+                return self._run_captured(graphs, share)
         if self._prompt_graphs is not None and self._prompt_graphs.holds(rows):
-            return self._run_prompts(self._prompt_graphs, placed, rows)
+            return self._run_prompts(self._prompt_graphs, share)
         step = self._builder.build(rows)
         last_rows = step.last_rows.tolist()
         hidden = self._decoder.forward(step.token_ids, step.positions, step.context)
-        draws = _draws(placed, last_rows)
+        draws = _draws(share, last_rows)
         tokens, logprobs, fresh = None, None, None
         if draws:
             adapters = self._builder.head_adapters([draw.sequence.slot for draw in draws])
@@ -215,44 +267,34 @@ class ModelRunner:
             logits = self._decoder.logits(hidden[wanted], adapters)
             tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
         prompts = {
-            index: self._prompt_logprobs(row, hidden, last)
-            for (index, _, row), last in zip(placed, last_rows, strict=True)
+            number: self._prompt_logprobs(row, hidden, last)
+            for number, row, last in zip(share.numbers, rows, last_rows, strict=True)
             if row.sequence.wants_prompt_logprobs
         }
-        indices = [index for index, _, _ in placed]
-        return _Pass(indices, draws, tokens, logprobs, prompts, fresh)
+        return _Pass(share.numbers, draws, tokens, logprobs, prompts, fresh)
 
-    def _run_captured(
-        self, graphs: DecodeGraphs, placed: list[_Placed], rows: list[ScheduledRow]
-    ) -> _Pass:
-        """A captured step ends with the most likely tokens, which is nearly always all."""
-        indices = [index for index, _, _ in placed]
-        draws = _draws(placed, range(len(rows)))
-        if _is_plain(draws, len(rows)) and not self._failpoints.armed:
-            step = graphs.run(rows)
-            return _Pass(
-                indices, draws, _to_host(step.picked.told), None, {}, step.picked.token_ids
-            )
+    def _run_captured(self, graphs: DecodeGraphs, share: _Share) -> _Pass:
+        """A captured step whose rows are sampled from the logits that it leaves."""
+        rows = share.rows
+        draws = _draws(share, range(len(rows)))
         logits = graphs.run(rows).logits
         if not draws:
-            return _Pass(indices, draws, None, None, {}, None)
+            return _Pass(share.numbers, draws, None, None, {}, None)
         wanted = [draw.token_row for draw in draws]
         if wanted != list(range(len(rows))):
             logits = logits[self._on_device(wanted)]
         tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
-        return _Pass(indices, draws, tokens, logprobs, {}, fresh)
+        return _Pass(share.numbers, draws, tokens, logprobs, {}, fresh)
 
-    def _run_prompts(
-        self, graphs: PromptGraphs, placed: list[_Placed], rows: list[ScheduledRow]
-    ) -> _Pass:
+    def _run_prompts(self, graphs: PromptGraphs, share: _Share) -> _Pass:
         """A captured step with prompts leaves the logits of every sequence's last token."""
-        logits, sequences = graphs.run(rows)
-        indices, draws = [index for index, _, _ in placed], _draws(placed, sequences)
+        logits, sequences = graphs.run(share.rows)
+        draws = _draws(share, sequences)
         if not draws:
-            return _Pass(indices, draws, None, None, {}, None)
+            return _Pass(share.numbers, draws, None, None, {}, None)
         logits = logits[self._on_device([draw.token_row for draw in draws])]
         tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
-        return _Pass(indices, draws, tokens, logprobs, {}, fresh)
+        return _Pass(share.numbers, draws, tokens, logprobs, {}, fresh)
 
     def _on_device(self, values: Rows[int]) -> torch.Tensor:
         """int64, without waiting for what runs there."""
@@ -299,24 +341,34 @@ class ModelRunner:
         return found
 
 
-def _draws(placed: list[_Placed], last_rows: Rows[int]) -> list[_Draw]:
+def _places(rows: Rows[ScheduledRow]) -> Rows[int]:
+    """The place of every row's first sample among all of the step."""
+    counts = [len(row.samples) for row in rows]
+    if counts.count(1) == len(counts):
+        return range(len(counts))
+    return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def _draws(share: _Share, last_rows: Rows[int]) -> list[_Draw]:
     """Everything that takes a token in this pass; `last_rows` is each row's last token row."""
     return [
-        _Draw(index, place + offset, sequence, last)
-        for (index, place, row), last in zip(placed, last_rows, strict=True)
+        _Draw(number, place + offset, sequence, last)
+        for number, place, row, last in zip(*share, last_rows, strict=True)
         for offset, sequence in enumerate(row.samples)
     ]
 
 
-def _is_plain(draws: list[_Draw], num_rows: int) -> bool:
-    """Whether every row takes its most likely token, and nothing else is asked."""
-    if len(draws) != num_rows or draws[-1].place != num_rows - 1:
-        return False
-    for index, draw in enumerate(draws):
-        sequence = draw.sequence
-        if sequence.is_plain is None:
-            sequence.is_plain = is_plain(sequence.params)
-        if not sequence.is_plain or draw.token_row != index:
+def _are_plain(rows: Rows[ScheduledRow]) -> bool:
+    """Whether every row takes its most likely token, one, and nothing else is asked."""
+    for row in rows:
+        if len(row.samples) != 1:
+            return False
+        sequence = row.sequence
+        plain = sequence.is_plain
+        if plain is None:
+            params = sequence.params
+            plain = sequence.is_plain = is_plain(params) and params.prompt_logprobs is None
+        if not plain:
             return False
     return True
 

@@ -30,20 +30,21 @@ class PageRows:
 
     def __init__(self, most: int, columns: int) -> None:
         self._table = np.zeros((most, columns), dtype=np.int32)
-        self._held: list[tuple[array[int], int]] = [(array("i"), 0)] * most
+        self._held: list[array[int]] = [array("i")] * most
+        self._known = [0] * most  # entries of each that are in the table
 
     def update(
         self, rows: Sequence[ScheduledRow], places: Sequence[int], padded: int
     ) -> npt.NDArray[np.int32]:
         """int32 [padded, width]: page tables of `rows` at `places`; the rest means nothing."""
-        table, held, width = self._table, self._held, 1
+        table, held, known, width = self._table, self._held, self._known, 1
         for index, row in zip(places, rows, strict=True):
             pages = row.pages
             count = len(pages)
-            before, known = held[index]
-            if before is not pages or known != count:
-                start = known if before is pages else 0
+            if known[index] != count or held[index] is not pages:
+                start = known[index] if held[index] is pages else 0
                 table[index, start:count] = np.frombuffer(pages, dtype=np.int32)[start:]
-                held[index] = (pages, count)
-            width = max(width, count)
+                held[index], known[index] = pages, count
+            if count > width:
+                width = count
         return table[:padded, : min(padded_columns(width), table.shape[1])]

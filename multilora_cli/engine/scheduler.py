@@ -159,15 +159,9 @@ class Scheduler:
         self.waits.begin(self._now())
         if self.fair.needs_settling():
             self._settle()
-        budget = self._limits.max_num_batched_tokens
-        prompts = []
-        for sequence in list(self._running):
-            remaining = sequence.remaining
-            if remaining > 1:
-                prompts.append(sequence)
-            elif remaining == 1 and sequence.may_go_on and self._has_room(sequence):
-                rows.append(self._row(sequence, 1))
-                budget -= 1
+        prompts = self._decode(rows)
+        num_decodes = len(rows)
+        budget = self._limits.max_num_batched_tokens - num_decodes
         if rows:
             budget = min(budget, self._chunk_beside_decode(prompts))
         for sequence in prompts:
@@ -178,8 +172,35 @@ class Scheduler:
             self._admit(rows, budget)
         else:
             self.waits.count("kv_pages", len(self._waiting))
-        rows.sort(key=lambda row: row.length > 1)
+        if len(rows) > num_decodes:
+            rows.sort(key=lambda row: row.length > 1)
         return ScheduledBatch(tuple(rows), self._kv.pending_copies())
+
+    def _decode(self, rows: list[ScheduledRow]) -> list[Sequence]:
+        """A row for every running sequence that has one token to compute; gives those that have
+        more. In one piece, as it is walked several hundred times a step."""
+        prompts, table_for = [], self._kv.table_for
+        for sequence in list(self._running):
+            pending = sequence.num_pending
+            length = len(sequence.tokens) + pending
+            start = sequence.num_computed
+            if length - start > 1:
+                prompts.append(sequence)
+                continue
+            goes_on = length < sequence.max_len
+            children = sequence.children
+            if length == start or (pending and (children or not goes_on)):  # may_go_on
+                continue
+            if sequence.status is not Status.RUNNING:  # preempted just now
+                continue
+            pages = table_for(sequence.seq_id, length)
+            if pages is None:
+                if not self._has_room(sequence):
+                    continue
+                pages = self._kv.table(sequence.seq_id)
+            samples = (sequence, *children) if goes_on else ()
+            rows.append(ScheduledRow(sequence, start, 1, pages, samples))
+        return prompts
 
     def launched(self, batch: ScheduledBatch) -> None:
         """The step was handed to the device: its tokens count, those it samples are pending."""

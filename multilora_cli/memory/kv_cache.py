@@ -57,6 +57,11 @@ class KVCache:
         table.num_published = len(table.pages)
         return table.num_published * BLOCK_TOKENS
 
+    def table_for(self, seq_id: int, num_tokens: int) -> "array[int] | None":
+        """The page table where it holds `num_tokens` tokens as it is; read only."""
+        pages = self._tables[seq_id].pages
+        return pages if num_tokens <= len(pages) * BLOCK_TOKENS else None
+
     def reserve(self, seq_id: int, num_tokens: int, order: int = ANYONE, spare: int = 0) -> bool:
         """Have pages for `num_tokens` tokens of the sequence; False: no room, nothing changed.
 
