@@ -224,6 +224,7 @@ class Driver:
         """End what `begin` began."""
         for submit in submits:
             self._engine.handle(Abort(submit.request_id))
+        self._engine.step()  # tells that they have ended
         while self._engine.idle_wait_s is not None:
             self._engine.step()
 

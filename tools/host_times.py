@@ -1,0 +1,211 @@
+"""Where a start, a step and a load spend their time: one JSON line each, as soon as it is known.
+
+    python tools/host_times.py                       # an 8B on the first card
+    python tools/host_times.py --model tiny --device cpu --rows 4,8
+    python tools/host_times.py --parts start         # the start alone
+
+start: seconds by phase, those of one capture by what they are spent on, modules whose import takes
+longest. steps: milliseconds the host takes for a step that only decodes, by phase. loads: from file
+to hot beside decoding rows, first and once more, and the longest gap between tokens. dora: the same
+of an adapter whose norms are computed over the base.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+STARTED = time.perf_counter()
+
+if TYPE_CHECKING:
+    from multilora_cli.bench.offline import Driver
+    from multilora_cli.engine.engine import Engine
+    from multilora_cli.engine.messages import AdapterRef
+
+
+def say(kind: str, **facts: Any) -> None:
+    """One line, numbers with three decimals."""
+    rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}
+    print(json.dumps({"kind": kind, **rounded}), flush=True)
+
+
+class Captures:
+    """Seconds of the parts of every capture, summed up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def watch(self, owner: type, name: str, part: str) -> None:
+        """Count the time of a method as `part`."""
+        method: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **options)
+            finally:
+                took = time.perf_counter() - began
+                self.seconds[part] = self.seconds.get(part, 0.0) + took
+
+        setattr(owner, name, timed)
+
+
+def watch_captures() -> Captures:
+    """Of every step that is captured from now on."""
+    import torch
+
+    from multilora_cli.engine.decode_graphs import DecodeGraphs, GraphMemory
+
+    found = Captures()
+    found.watch(DecodeGraphs, "_warm_up", "decode steps before they are captured")
+    found.watch(GraphMemory, "record", "captures")
+    found.watch(torch.cuda.CUDAGraph, "capture_begin", "of them: begin")
+    found.watch(torch.cuda.CUDAGraph, "capture_end", "of them: end")
+    return found
+
+
+def steps(engine: "Engine", driver: "Driver", rows: int, refs: Sequence["AdapterRef"]) -> None:
+    """Host milliseconds a step by phase, of steps that only decode."""
+    from multilora_cli.bench.neutral import Shape, make_submits
+
+    shape = Shape(32, 400)
+    first = driver.take_ids(rows)
+    submits = make_submits(shape, rows, refs, engine.parts.vocab_size, first)
+    driver.begin(submits)
+    driver.steps(20)
+    before = engine.snapshot().counters
+    gaps = driver.steps(100)
+    after = engine.snapshot().counters
+    grown = {name: after[name] - before[name] for name in after}
+    count = grown["steps"] - grown["prompt_steps"]
+    phases = {
+        name.removesuffix("_seconds"): round(
+            (value - grown[f"prompt_{name}"]) / max(count, 1) * 1e3, 3
+        )
+        for name, value in grown.items()
+        if name.endswith("_seconds") and not name.startswith("prompt_")
+    }
+    host = sum(phases[name] for name in ("schedule", "launch", "answer", "beside"))
+    say("steps", rows=rows, adapters=len(refs), host_ms=host, step_ms=median(gaps) * 1e3, **phases)
+    driver.cancel(submits)
+
+
+def loads(
+    engine: "Engine", driver: "Driver", rows: int, refs: Sequence["AdapterRef"], kind: str
+) -> None:
+    """Every adapter to hot: as it comes, with its digest known, and from host memory."""
+    from multilora_cli.bench.neutral import Shape, make_submits
+
+    first = driver.take_ids(rows)
+    submits = make_submits(Shape(32, 1500), rows, (), engine.parts.vocab_size, first)
+    driver.begin(submits)
+    usual = median(driver.steps(40)) * 1e3
+    for name, below in (("first", None), ("known", "cold"), ("warm", "warm")):
+        times, longest = [], 0.0
+        for ref in refs:
+            if below is not None:
+                driver.evict(ref, below)
+            took, gaps = driver.load_beside(ref)
+            times.append(took * 1e3)
+            longest = max(longest, max(gaps) * 1e3)
+            driver.steps(3)
+        say(
+            kind, tier=name, rows=rows, count=len(times), median_ms=median(times),
+            worst_ms=max(times), gap_ms=usual, longest_gap_ms=longest,
+        )  # fmt: skip
+    driver.cancel(submits)
+
+
+def with_dora(folder: Path, ref: "AdapterRef", target: Path) -> "AdapterRef":
+    """A copy of an adapter in `target` with a magnitude of ones for every module."""
+    import torch
+    from msgspec.structs import replace
+    from safetensors.torch import load_file, save_file
+
+    from multilora_cli.adapters.digest import content_digest
+    from multilora_cli.adapters.peft import read_adapter
+    from multilora_cli.sizing.geometry import read_geometry
+
+    source = Path(ref.path)
+    tensors = load_file(source / "adapter_model.safetensors")
+    for name in [name for name in tensors if ".lora_B." in name]:
+        magnitude = torch.ones(tensors[name].shape[0], dtype=tensors[name].dtype)
+        tensors[name.replace(".lora_B.weight", ".lora_magnitude_vector")] = magnitude
+    target.mkdir()
+    save_file(tensors, target / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    digest = content_digest(read_adapter(target, read_geometry(folder), max_rank=64))
+    return replace(ref, name=f"dora-{target.name}", path=str(target), digest=digest)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """The parts that are asked for, on one engine."""
+    from multilora_cli.bench.neutral import Setting, Shape, make_submits
+    from multilora_cli.bench.offline import Driver
+    from multilora_cli.bench.offline_report import Phases, process_age_s
+    from multilora_cli.cli.bench_engine import EngineOptions, engine_for, make_adapters
+
+    parts = arguments.parts.split(",")
+    rows = [int(count) for count in arguments.rows.split(",")]
+    texts = [f"dummy:rank=16,targets=attention,seed={seed}" for seed in range(arguments.count)]
+    setting = Setting("loads", "rank 16 on attention", tuple(texts))
+    phases, captures = Phases(), None
+    with tempfile.TemporaryDirectory() as scratch:
+        options = EngineOptions(
+            model=arguments.model, scratch=Path(scratch), cache=Path(scratch) / "cache",
+            device=arguments.device, load_format="dummy", max_model_len=2048,
+            max_num_seqs=max(rows), max_num_batched_tokens=arguments.tokens, capture_prompts=True,
+            kv_bytes=arguments.kv_bytes, tight_bytes=2**31,
+        )  # fmt: skip
+        if arguments.device != "cpu":
+            phases.report("import", 0, 1)
+            began = time.perf_counter()
+            captures = watch_captures()
+            say("import", torch_s=time.perf_counter() - began, before_s=began - STARTED)
+        with engine_for(options, arguments.quantization, [setting], phases) as engine:
+            driver, folder = Driver(engine), options.folder(arguments.quantization)
+            one = make_submits(Shape(128, 1), 1, (), engine.parts.vocab_size, driver.take_ids(1))
+            first = driver.run(one)
+            seconds = {name: round(value, 3) for name, value in phases.seconds.items()}
+            say(
+                "start", since_process_start_s=process_age_s(), first_token_s=first.wall_s,
+                **seconds,
+            )  # fmt: skip
+            if captures is not None:
+                say("captures", **captures.seconds)
+            if parts == ["start"]:
+                return
+            refs = make_adapters(engine, setting, folder, options.cache).refs
+            if "loads" in parts:
+                loads(engine, driver, rows[0], refs, "loads")
+            if "dora" in parts:
+                doras = [with_dora(folder, ref, Path(scratch) / f"d{i}") for i, ref in
+                         enumerate(refs[:1])]  # fmt: skip
+                loads(engine, driver, rows[0], doras, "dora")
+            if "steps" in parts:
+                for count in rows:
+                    steps(engine, driver, count, ())
+                driver.load(refs)
+                for count in rows:
+                    steps(engine, driver, count, refs)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--parts", default="start,steps,loads,dora")
+    parser.add_argument("--rows", default="64,256")
+    parser.add_argument("--count", type=int, default=6, help="adapters")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--kv-bytes", type=int, default=9 * 2**30)
+    sys.exit(main(parser.parse_args()))
