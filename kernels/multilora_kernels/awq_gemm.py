@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels import awq_wide
+from multilora_kernels import awq_hopper, awq_wide
+from multilora_kernels.awq_hopper import HopperLaunch, run_hopper
 from multilora_kernels.awq_wide import WideLaunch, run_wide
 from multilora_kernels.awq_words import exact_weights, negated_zero, scale_of
 from multilora_kernels.int4_matrix import Int4Matrix
@@ -218,9 +219,10 @@ def dequantise_kernel(
 
 @dataclass(frozen=True)
 class AwqLaunch:
-    """One multiply: fused under `tile`, or `wide`, or `slice_n` rows of W dequantised at a time."""
+    """One multiply: by `tile`, `hopper` or `wide`, or `slice_n` rows of W dequantised at a time."""
 
     tile: Tile | None = None
+    hopper: HopperLaunch | None = None
     wide: WideLaunch | None = None
     slice_n: int = 0
 
@@ -235,8 +237,14 @@ def _stage_bytes(tile: Tile) -> int:
 
 
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
-def choose_launch(m: int, n: int, k: int, chip: Chip) -> AwqLaunch:
-    """Launch of x [m, k] times weights [n, k]; only the tile, never the split, depends on m."""
+def choose_launch(m: int, n: int, k: int, chip: Chip, aligned: bool = True) -> AwqLaunch:
+    """Launch of x [m, k] times weights [n, k]; up to 64 rows the split does not depend on m.
+
+    `aligned`: x begins at a multiple of 16 bytes, its rows lie multiples of 16 elements apart.
+    """
+    hopper = awq_hopper.choose_launch(m, n, k, chip) if aligned else None
+    if hopper is not None:
+        return AwqLaunch(hopper=hopper)
     wide = awq_wide.choose_launch(m, n, k, chip)
     if wide is not None:
         return AwqLaunch(wide=wide)
@@ -326,9 +334,12 @@ def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, weight.out_features))
     m, k = x.shape
-    launch = choose_launch(m, weight.out_features, k, chip_for(x.device))
+    aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    launch = choose_launch(m, weight.out_features, k, chip_for(x.device), aligned)
     if launch.tile is not None:
         return run_fused(x, weight, launch.tile)
+    if launch.hopper is not None:
+        return run_hopper(x, weight, launch.hopper)
     if launch.wide is not None:
         return run_wide(x, weight, launch.wide)
     return run_sliced(x, weight, launch.slice_n)

@@ -9,6 +9,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from multilora_kernels.launch import Chip
 
@@ -49,12 +50,22 @@ def compiled_for(
     }
     types = {name: text.removesuffix(":16") for name, text in spelled.items()}
     values = {(names.index(name),): value for name, value in constexprs.items()}
-    source = ASTSource(kernel, types, values, attrs)
+    made_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = made_of(kernel, types, values, attrs)
     return triton.compile(
         source,
         target=GPUTarget("cuda", sm, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, **options},
     )
+
+
+def machine_code(compiled: Any, folder: Path) -> str:
+    """The instructions of the card itself, disassembled."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    command = [str(tool), "--print-code", str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def registers_and_spills(compiled: Any, folder: Path) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from multilora_kernels.awq_gemm import (
     choose_launch,
     dequantise,
 )
+from multilora_kernels.awq_hopper import HopperLaunch, run_hopper, sum_planes
 from multilora_kernels.awq_pack import pack
 from multilora_kernels.awq_wide import WideLaunch, run_wide
 from multilora_kernels.int4_matrix import Int4Matrix
@@ -112,6 +113,34 @@ def test_a_nan_row_stays_alone_in_the_wide_kernel() -> None:
     x[18] = float("nan")  # the row that stands in for those past the end
     poisoned = run_wide(x, weight, launch)
     assert bool(poisoned[18].isnan().all()) and torch.equal(poisoned[:18], clean[:18])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("m", "n", "n_padded", "launch"),
+    [
+        (130, 600, 640, HopperLaunch(256, 128, 3)),
+        (70, 200, 256, HopperLaunch(128, 64, 2)),
+    ],
+)
+def test_partials_are_summed_where_they_belong(
+    m: int, n: int, n_padded: int, launch: HopperLaunch
+) -> None:
+    """The last tile begins where it ends with the weights: it repeats outputs of the one before."""
+    n_tiles, m_tiles = -(-n_padded // launch.block_n), -(-m // launch.block_m)
+    parts = torch.randn(launch.split_k, m_tiles * launch.block_m, n_padded)
+    partials = torch.empty(launch.split_k, n_tiles, m_tiles, launch.block_n, launch.block_m)
+    for tile in range(n_tiles):
+        first = min(tile * launch.block_n, n_padded - launch.block_n)
+        columns = parts[:, :, first : first + launch.block_n].transpose(1, 2)
+        split = columns.reshape(launch.split_k, launch.block_n, m_tiles, launch.block_m)
+        partials[:, tile] = split.transpose(1, 2)
+    y = torch.empty(m, n)
+    sum_planes(partials, y, n_padded, launch, pdl=False)
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    assert torch.equal(y, expected[:m, :n])
 
 
 @pytest.mark.interpreter
@@ -243,6 +272,46 @@ def test_device_wide_kernel(
     expected = dequantise(weight, dtype)[:, : len(unit)].t()
     assert torch.equal(run_wide(unit, weight, launch), expected)
     assert not weight.counters.any()
+
+
+HOPPER = (
+    HopperLaunch(),
+    HopperLaunch(split_k=3),
+    HopperLaunch(block_m=64, split_k=2, num_stages=5),
+    HopperLaunch(block_n=128, num_stages=5),
+    HopperLaunch(block_n=128, block_m=256, num_stages=3),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="its multiplies are Hopper's",
+)
+@pytest.mark.parametrize("launch", HOPPER, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(6144, 4096, 128), (576, 640, 64), (200, 384, 32), (4096, 14336, 128)]
+)
+def test_device_hopper_kernel(
+    n: int, k: int, group: int, dtype: torch.dtype, launch: HopperLaunch
+) -> None:
+    weight = random_weight(n, k, group, "cuda")
+    limit = 4e-3 if dtype == torch.bfloat16 else 6e-4
+    for m in (65, 128, 300):
+        # Rows lie apart, as the queries do among what one multiply gives for q, k and v.
+        x = random_x(m, k + 64, dtype, "cuda")[:, :k]
+        y = run_hopper(x, weight, launch)
+        assert relative_error(y, awq_gemm_ref(x.double(), weight)) < limit, f"M={m}"
+        for _ in range(3):
+            assert torch.equal(y, run_hopper(x, weight, launch)), f"M={m}"
+        x[m - 1] = float("nan")
+        poisoned = run_hopper(x, weight, launch)
+        assert torch.equal(poisoned[:-1], y[:-1]) and bool(poisoned[-1].isnan().all())
+    # Rows of the identity bring out the weights: dequantised ones, rounded once.
+    unit = torch.eye(k, dtype=dtype, device="cuda")[: min(k, 300)]
+    expected = dequantise(weight, dtype)[:, : len(unit)].t()
+    assert torch.equal(run_hopper(unit, weight, launch), expected)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Base multiplies compiled ahead of time for four chips, within each chip's shared memory."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import triton.language as tl
 
 from multilora_kernels import (
     awq_gemm,
+    awq_hopper,
     awq_wide,
     bf16_gemv,
     bf16_rows,
@@ -23,6 +25,7 @@ from tests.kernels.aot import (
     assert_fits,
     assert_waits_first,
     compiled_for,
+    machine_code,
     registers_and_spills,
 )
 
@@ -124,6 +127,64 @@ def test_awq_wide_keeps_its_sums_in_registers(n: int, k: int, tmp_path: Path) ->
     assert int(compiled.metadata.shared) <= CHIPS[90].shared_bytes
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert_waits_first(kernel, WIDE_SIGNATURE, constexprs, warps, stages)
+
+
+HOPPER_SIGNATURE = {name: kind for name, kind in WIDE_SIGNATURE.items() if name != "counter_ptr"}
+
+
+@pytest.mark.parametrize(
+    ("launch", "groups", "x"),
+    [
+        (awq_hopper.HopperLaunch(), 1, "bf16"),
+        (awq_hopper.HopperLaunch(split_k=4), 4, "fp16"),
+        (awq_hopper.HopperLaunch(block_m=64, num_stages=5), 2, "bf16"),
+        (awq_hopper.HopperLaunch(block_n=128, block_m=128, num_stages=5), 1, "bf16"),
+    ],
+)
+def test_awq_hopper_widens_beside_its_multiplies(
+    launch: awq_hopper.HopperLaunch, groups: int, x: str, tmp_path: Path
+) -> None:
+    constexprs = {
+        "BLOCK_N": launch.block_n,
+        "BLOCK_M": launch.block_m,
+        "SPLIT_K": launch.split_k,
+        "GROUPS": groups,
+        "STAGES": launch.num_stages,
+        "SCALE": tl.float16,
+        "CT": tl.bfloat16 if x == "bf16" else tl.float16,
+        "PDL": True,
+    }
+    signature = {**HOPPER_SIGNATURE, "x_ptr": f"*{x}", "y_ptr": f"*{x}"}
+    kernel = awq_hopper.awq_hopper_kernel
+    compiled = compiled_for(kernel, signature, constexprs, 90, launch.num_warps)
+    assert registers_and_spills(compiled, tmp_path)[1] == 0
+    assert int(compiled.metadata.shared) <= CHIPS[90].shared_bytes
+    assert_waits_first(kernel, signature, constexprs, launch.num_warps)
+    # A wait for each quarter of a block; where the compiler finds that registers of a multiply
+    # under way are touched, it waits for every single instruction instead.
+    code = machine_code(compiled, tmp_path)
+    quarter = launch.block_n // 64 * 2 // (launch.num_warps // 4)
+    assert code.count("HGMMA.") == 4 * quarter
+    assert code.count("WARPGROUP.DEPBAR") == 4
+    # And widening does happen between the instructions of a multiply.
+    between = re.findall(r"HGMMA\.(.*?)(?=HGMMA\.)", code, re.DOTALL)
+    assert sum("HFMA2" in part for part in between) >= 3
+
+
+@pytest.mark.parametrize("split_k", [2, 8])
+def test_awq_hopper_sums_planes(split_k: int) -> None:
+    signature = {"partial_ptr": "*fp32", "y_ptr": "*bf16", "M": "i32", "N": "i32:16"}
+    launch = awq_hopper.HopperLaunch(split_k=split_k)
+    constexprs = {
+        "BLOCK_N": launch.block_n,
+        "BLOCK_M": launch.block_m,
+        "SPLIT_K": split_k,
+        "PIECE_N": 64,
+        "PIECE_M": 32,
+        "PDL": True,
+    }
+    kernel = awq_hopper.sum_planes_kernel
+    assert_waits_first(kernel, {**signature, "N_padded": "i32:16"}, constexprs)
 
 
 @pytest.mark.parametrize("sm", ARCHITECTURES)

@@ -1,0 +1,317 @@
+"""4-bit weights times a hundred rows or more on Hopper, multiplies and widening side by side.
+
+The same sums as `awq_wide.py`, in the form its cards need for them: `wgmma` runs while the threads
+that issued it widen the next weights. Triton's own `tl.dot` waits for a multiply whose left operand
+is in registers before the next one is widened, and both groups of four warps wait at once (1.95 us
+a step of 256 x 128 x 128 on an H200, of which the tensor cores need 1.2), so this is written in
+Gluon, where a multiply is waited for by name. Weights reach registers as 4-bit words and are
+scaled and rounded there once.
+
+One step is a block of 128 inputs. Words, scales and x travel to shared memory by asynchronous
+copies `STAGES` - 2 steps ahead; a stage is filled again when no warp's multiply can read it.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from multilora_kernels.awq_words import negated_zero, scale_of, scaled_weights
+from multilora_kernels.launch import Chip, cdiv, next_power_of_2, tuned_table
+from multilora_kernels.split_choice import BLOCK_K
+
+if TYPE_CHECKING:
+    from multilora_kernels.awq_gemm import AwqWeight
+
+OP = "awq_hopper"
+# Fewer rows keep the order of sums that `awq_gemm` promises for them.
+MIN_ROWS = 65
+# What one program of `sum_planes_kernel` adds.
+_PIECE_N, _PIECE_M = 64, 32
+
+
+@gluon.jit
+def _copy_block(
+    words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs, stage, N_padded,
+    inside, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Ask for one block's words [BLOCK_N, 32], scales [BLOCK_N] a group, and x by 32 inputs."""
+    async_copy.async_copy_global_to_shared(
+        words.index(stage), words_ptr + word_offsets, mask=inside
+    )
+    for group in gl.static_range(GROUPS):
+        ptrs = meta_ptr + group * N_padded + meta_offsets
+        async_copy.async_copy_global_to_shared(
+            metas.index(stage * GROUPS + group), ptrs, mask=inside
+        )
+    for quarter in gl.static_range(4):
+        async_copy.async_copy_global_to_shared(
+            xs[quarter].index(stage), x_ptrs + 32 * quarter, mask=inside
+        )
+
+
+@gluon.jit
+def _widened(words, metas, stage, meta_layout, QUARTER: gl.constexpr, GROUPS: gl.constexpr,
+             SCALE: gl.constexpr, CT: gl.constexpr):  # fmt: skip
+    meta = metas.index(stage * GROUPS + QUARTER * GROUPS // 4).load(meta_layout)
+    zero = gl.expand_dims(negated_zero(meta, CT), 1)
+    scale = gl.expand_dims(scale_of(meta, SCALE), 1)
+    return scaled_weights(words, zero, scale, QUARTER, CT, SCALE)
+
+
+@gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
+def awq_hopper_kernel(
+    x_ptr,
+    words_ptr,
+    meta_ptr,
+    y_ptr,
+    partial_ptr,
+    M,
+    N,
+    K,
+    N_padded,
+    stride_xm,
+    BLOCK_N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALE: gl.constexpr,
+    CT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    WARPS: gl.constexpr = gl.num_warps()
+    AHEAD: gl.constexpr = STAGES - 2
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    word_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    meta_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
+    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+    line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    words = gl.allocate_shared_memory(
+        gl.int16, [STAGES, BLOCK_N, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    )
+    metas = gl.allocate_shared_memory(
+        gl.int32, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    # An allocation each: Triton puts a barrier between copies into one.
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    x_type: gl.constexpr = x_ptr.dtype.element_ty
+    xs = (
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
+    )
+
+    num_blocks = K // 128
+    per_split = (num_blocks + SPLIT_K - 1) // SPLIT_K
+    first = gl.program_id(2) * per_split
+    count = gl.maximum(gl.minimum(per_split, num_blocks - first), 0)
+    # The last tile repeats outputs of the one before it where they do not fill it.
+    first_n = gl.minimum(gl.program_id(1) * BLOCK_N, N_padded - BLOCK_N)
+    first_m = gl.program_id(0) * BLOCK_M
+    row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, copy_layout))
+    column = gl.arange(0, 32, gl.SliceLayout(0, copy_layout))
+    word_offsets = gl.expand_dims(row, 1) * 32 + gl.expand_dims(column, 0)
+    meta_offsets = gl.arange(0, BLOCK_N, line_layout)
+    # Rows past the end repeat the last one; what comes of them is not stored.
+    row_m = gl.minimum(first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copy_layout)), M - 1)
+    x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(column, 0)
+    start = first.to(gl.int64)
+    words_ptr += (start * N_padded + first_n) * 32
+    meta_ptr += start * (N_padded * GROUPS) + first_n
+    x_ptrs = x_ptr + start * 128 + x_offsets
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    for block in gl.static_range(AHEAD):
+        _copy_block(
+            words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs, block,
+            N_padded, block < count, GROUPS,
+        )  # fmt: skip
+        words_ptr += N_padded * 32
+        meta_ptr += N_padded * GROUPS
+        x_ptrs += 128
+        async_copy.commit_group()
+
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, acc_layout)
+    async_copy.wait_group(AHEAD - 1)
+    fence_async_shared()
+    tl.debug_barrier()
+    packed = words.index(0).load(word_layout)
+    w = _widened(packed, metas, 0, meta_layout, 0, GROUPS, SCALE, CT)
+    for block in range(count):
+        stage = block % STAGES
+        following = (block + 1) % STAGES
+        for quarter in gl.static_range(4):
+            x = xs[quarter].index(stage).permute([1, 0])
+            acc = warpgroup_mma(w, x, acc, is_async=True)
+            if quarter == 2:
+                # Every warp is done with the block before this one: its stage is filled again.
+                _copy_block(
+                    words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs,
+                    (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS,
+                )  # fmt: skip
+                words_ptr += N_padded * 32
+                meta_ptr += N_padded * GROUPS
+                x_ptrs += 128
+                async_copy.commit_group()
+                async_copy.wait_group(AHEAD - 1)
+                fence_async_shared()
+                tl.debug_barrier()
+                next_packed = words.index(following).load(word_layout)
+            if quarter < 3:
+                next_w = _widened(packed, metas, stage, meta_layout, quarter + 1, GROUPS, SCALE, CT)
+            else:
+                next_w = _widened(next_packed, metas, following, meta_layout, 0, GROUPS, SCALE, CT)
+                packed = next_packed
+            acc, w, next_w = warpgroup_mma_wait(0, deps=[acc, w, next_w])
+            w = next_w
+    total = acc
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT_K == 1:
+        out_layout: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, WARPS], [0, 1])
+        y = gl.convert_layout(total.to(y_ptr.dtype.element_ty), out_layout)
+        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, out_layout))
+        m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, out_layout))
+        offsets = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+        mask = gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1)
+        gl.store(y_ptr + offsets, y, mask=mask)
+    else:
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc_layout))
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        plane = gl.program_id(2) * gl.num_programs(1) * gl.num_programs(0) + tile
+        partial_ptr += plane.to(gl.int64) * (BLOCK_N * BLOCK_M)
+        gl.store(partial_ptr + gl.expand_dims(n * BLOCK_M, 1) + gl.expand_dims(m, 0), total)
+
+
+@triton.jit(do_not_specialize=["M"])
+def sum_planes_kernel(
+    partial_ptr,
+    y_ptr,
+    M,
+    N,
+    N_padded,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PIECE_N: tl.constexpr,
+    PIECE_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[m, n] = the sum of `awq_hopper_kernel`'s partials, in the order of the splits."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0) * PIECE_N + tl.arange(0, PIECE_N)
+    m = tl.program_id(1) * PIECE_M + tl.arange(0, PIECE_M)
+    n_tile = tl.program_id(0) * PIECE_N // BLOCK_N
+    first_n = tl.minimum(n_tile * BLOCK_N, N_padded - BLOCK_N)
+    m_tile = tl.program_id(1) * PIECE_M // BLOCK_M
+    m_tiles = tl.cdiv(M, BLOCK_M)
+    tile = (n_tile * m_tiles + m_tile).to(tl.int64)
+    inside = (n < N)[:, None] & (m < M)[None, :]
+    offsets = (n - first_n)[:, None] * BLOCK_M + (m - m_tile * BLOCK_M)[None, :]
+    base = partial_ptr + tile * (BLOCK_N * BLOCK_M) + offsets
+    stride = tl.cdiv(N_padded, BLOCK_N).to(tl.int64) * m_tiles * (BLOCK_N * BLOCK_M)
+    total = tl.load(base, mask=inside, other=0.0)
+    for i in tl.static_range(1, SPLIT_K):
+        total += tl.load(base + i * stride, mask=inside, other=0.0)
+    out = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(out, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """The tile of one multiply, and how many programs share its K."""
+
+    block_n: int = 256
+    block_m: int = 128
+    split_k: int = 1
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+@lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
+def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
+    """Launch of x [m, k] times weights [n, k]; None where another way was measured to be faster."""
+    if chip.sm != 90 or m < MIN_ROWS or n < 256 or k % BLOCK_K:
+        return None
+    best = tuned_table(chip, OP).get(f"n{n}-k{k}-m{next_power_of_2(m)}")
+    return None if best is None else HopperLaunch(**best)
+
+
+def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> torch.Tensor:
+    """One multiply with a given choice (benchmarks and tuning call this). Copies are of 16 bytes,
+    and the compiler has to know: x's rows lie multiples of 16 elements apart. K is whole blocks.
+    """
+    m, k = x.shape
+    assert k % BLOCK_K == 0 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    n, n_padded = weight.out_features, weight.words.shape[1]
+    assert n_padded >= launch.block_n
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    grid = (cdiv(m, launch.block_m), cdiv(n_padded, launch.block_n), launch.split_k)
+    partials = y
+    if launch.split_k > 1:
+        size = launch.split_k * grid[0] * grid[1] * launch.block_n * launch.block_m
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    awq_hopper_kernel[grid](
+        x,
+        weight.words,
+        weight.meta,
+        y,
+        partials,
+        m,
+        n,
+        k,
+        n_padded,
+        x.stride(0),
+        BLOCK_N=launch.block_n,
+        BLOCK_M=launch.block_m,
+        SPLIT_K=launch.split_k,
+        GROUPS=weight.groups_per_block,
+        STAGES=launch.num_stages,
+        SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
+        CT=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
+        PDL=True,
+        num_warps=launch.num_warps,
+        launch_pdl=True,
+    )
+    if launch.split_k > 1:
+        sum_planes(partials, y, n_padded, launch, pdl=True)
+    return y
+
+
+def sum_planes(
+    partials: torch.Tensor, y: torch.Tensor, n_padded: int, launch: HopperLaunch, pdl: bool
+) -> None:
+    """y [M, N] = the sum of partials, fp32 [split_k, tiles of N, tiles of M, block_n, block_m]."""
+    m, n = y.shape
+    sum_planes_kernel[(cdiv(n, _PIECE_N), cdiv(m, _PIECE_M))](
+        partials,
+        y,
+        m,
+        n,
+        n_padded,
+        BLOCK_N=launch.block_n,
+        BLOCK_M=launch.block_m,
+        SPLIT_K=launch.split_k,
+        PIECE_N=_PIECE_N,
+        PIECE_M=_PIECE_M,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
