@@ -39,7 +39,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--variant", action="append", help="only these variants, as 'ours'")
     parser.add_argument("--tune", action="store_true", help="search launch choices and store them")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="with --tune: compile in so many processes first"
+        "--jobs", type=int, default=1, help="compile in so many processes first (LoRA alone)"
     )
     parser.add_argument("--tuned", type=Path, default=TUNED, help="folder of the tuned tables")
     parser.add_argument("--chip", choices=sorted(STAND_INS), help="choose launches for this card")
@@ -100,8 +100,9 @@ def main() -> None:
     environment = _environment(arguments.commit, chip)
     selection = Selection(tuple(arguments.op or ()), arguments.shape)
     search = Search(arguments.tuned, _say)
-    if arguments.tune and arguments.jobs > 1:
-        compile_all(selection, chip if arguments.chip else None, arguments.jobs)
+    if arguments.jobs > 1:
+        stand_in = chip if arguments.chip else None
+        compile_all(selection, stand_in, arguments.jobs, tune=arguments.tune)
     for case in selection.cases():
         if arguments.tune and not case.choices:
             continue

@@ -9,6 +9,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,27 +84,34 @@ def merge_tuned(folder: Path, chip: launch.Chip, found: dict[str, dict[str, Any]
     launch.tuned_table.cache_clear()  # later cases build on what was just found
 
 
-def compile_all(selection: Selection, chip: launch.Chip | None, jobs: int) -> None:
-    """Launch every choice of the selected cases once, in `jobs` processes, for `chip` if given.
+def compile_all(
+    selection: Selection, chip: launch.Chip | None, jobs: int, *, tune: bool = False
+) -> None:
+    """Launch the selected cases once, in `jobs` processes, for `chip` if given: their own choice,
+    or for a search every one of theirs.
 
     Triton keeps the binaries on disk, so the search itself compiles nothing.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        parts = [pool.submit(_compile_part, selection, chip, part, jobs) for part in range(jobs)]
+        share = partial(_compile_part, selection, chip, jobs, tune)
+        parts = [pool.submit(share, part) for part in range(jobs)]
         for done in parts:
             done.result()
 
 
-def _compile_part(selection: Selection, chip: launch.Chip | None, part: int, parts: int) -> None:
+def _compile_part(
+    selection: Selection, chip: launch.Chip | None, parts: int, tune: bool, part: int
+) -> None:
     launch.force_chip(chip)
     device = torch.device("cuda", torch.cuda.current_device())
-    work = [
-        (case.compile, choice)
+    # Cases with one key have the same kernels.
+    work = {
+        (case.op, case.tune_key, json.dumps(choice)): (case.compile, choice)
         for case in selection.cases()
         if case.compile is not None
-        for choice in case.choices
-    ]
-    for compile_choice, choice in work[part::parts]:
+        for choice in (case.choices if tune else ({},))
+    }
+    for compile_choice, choice in list(work.values())[part::parts]:
         with suppress(*TOO_LARGE):
             compile_choice(device, choice)
