@@ -20,7 +20,7 @@ import triton.language as tl
 
 from multilora_kernels.launch import chip_for, next_power_of_2, on_host
 from multilora_kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
-from multilora_kernels.silu_mul import silu_mul_ref
+from multilora_kernels.silu_mul import silu, silu_mul_ref
 
 E4M3_MAX = 448.0
 # Below this the quotient would overflow; such a row is zero for every purpose.
@@ -63,13 +63,13 @@ def _store_quantised(
     BLOCK: tl.constexpr, STATIC: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     if STATIC:
-        v = v / tl.load(static_ptr)
+        v = v * (1.0 / tl.load(static_ptr))
     elif GROUP == 0:
         largest = _largest(v, 0)
         scale = tl.minimum(tl.maximum(largest, 1e-10), upper_bound) / 448.0
         scale = tl.where(largest == largest, scale, largest)
         tl.store(scale_ptr + row, scale)
-        v = v / scale
+        v = v * (1.0 / scale)
     else:
         groups = tl.reshape(v, (BLOCK // GROUP, GROUP))
         largest = _largest(groups, 1)
@@ -78,11 +78,10 @@ def _store_quantised(
         g = tl.arange(0, BLOCK // GROUP)
         num_groups = tl.cdiv(K, GROUP)
         tl.store(scale_ptr + row * num_groups + g, scale, mask=g < num_groups)
-        v = tl.reshape(groups / scale[:, None], (BLOCK,))
-    clamped = tl.minimum(tl.maximum(v, -448.0), 448.0)
-    v = tl.where(v == v, clamped, v)
-    if INTERPRETED:
-        v = _round_to_e4m3(v)
+        v = tl.reshape(groups * (1.0 / scale)[:, None], (BLOCK,))
+    if INTERPRETED:  # the card's own conversion keeps within 448, and NaN
+        clamped = tl.minimum(tl.maximum(v, -448.0), 448.0)
+        v = _round_to_e4m3(tl.where(v == v, clamped, v))
     tl.store(q_ptr + row * K + k, v.to(q_ptr.dtype.element_ty), mask=k < K)
 
 
@@ -145,8 +144,8 @@ def silu_mul_quantise_kernel(
     k = tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_xm + K + k, mask=k < K, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(DT).to(tl.float32)
-    v = (silu * up).to(DT)
+    gated = silu(gate).to(DT).to(tl.float32)
+    v = (gated * up).to(DT)
     if HAS_OUT:
         tl.store(out_ptr + row * K + k, v.to(out_ptr.dtype.element_ty), mask=k < K)
     v = v.to(tl.float32)

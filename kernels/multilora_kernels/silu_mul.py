@@ -17,6 +17,12 @@ from multilora_kernels.launch import cdiv, chip_for, next_power_of_2, on_host
 
 
 @triton.jit
+def silu(gate):
+    """gate / (1 + exp(-gate)), fp32; with a power of two, which takes half the instructions."""
+    return gate / (1.0 + tl.exp2(gate * -1.4426950408889634))
+
+
+@triton.jit
 def silu_mul_kernel(out_ptr, x_ptr, stride_xt, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -26,7 +32,7 @@ def silu_mul_kernel(out_ptr, x_ptr, stride_xt, size, BLOCK: tl.constexpr, PDL: t
     mask = at < size
     gate = tl.load(x_ptr + row * stride_xt + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * stride_xt + size + at, mask=mask, other=0.0).to(tl.float32)
-    gated = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
+    gated = silu(gate).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * size + at, (gated * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -185,3 +185,17 @@ def test_device_keeps_nan_to_its_row() -> None:
     keep = [0, 1, 2, 4]
     assert bool(scale[3].isnan()) and torch.equal(scale[keep], clean_scale[keep])
     assert torch.equal(q[keep].view(torch.uint8), clean_q[keep].view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_device_saturates(dtype: torch.dtype) -> None:
+    """A static scale that is too small, a bound below the largest, infinities and NaN."""
+    x = random_x(4, 4096, dtype, "cuda")
+    x[1, 5], x[2, 6], x[3, 7] = float("inf"), float("-inf"), float("nan")
+    for scaling in (RowScaling(0, torch.full((1,), 1e-3, device="cuda")), RowScaling(0, None, 0.5)):
+        q, _ = quantise_rows(x, scaling)
+        expected, _ = quantise_rows_ref(x, scaling)
+        assert int((expected.float().abs() == 448).sum()) > 1000
+        assert torch.equal(q[3].float().isnan(), expected[3].float().isnan())
+        assert_close_codes(q[:3], expected[:3], 1e-3)
