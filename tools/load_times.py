@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from msgspec.structs import replace
 
 from multilora_cli.adapters import digest
 from multilora_cli.adapters.crew import Crew
@@ -82,10 +83,11 @@ def main(arguments: argparse.Namespace) -> None:
         base = config_folder(arguments.model, "none", Path(scratch))
         geometry = read_geometry(base)
         refs = adapters(Path(scratch), geometry, base, arguments.adapter, arguments.count)
-        threads = loader_threads(1 + num_helpers())
+        helpers = num_helpers() if arguments.helpers is None else arguments.helpers
+        threads = loader_threads(1 + helpers)
         reader = AdapterReader(
             EngineConfig(model_path=str(base)), geometry, kv_page_bytes(geometry, 2),
-            UnknownBase(geometry), torch.bfloat16, Failpoints({}), Crew(threads, num_helpers()),
+            UnknownBase(geometry), torch.bfloat16, Failpoints({}), Crew(threads, helpers),
         )  # fmt: skip
         with (
             settled_interpreter(),
@@ -108,6 +110,7 @@ def main(arguments: argparse.Namespace) -> None:
             pages = torch.zeros(plan.num_pages * plan.page_bytes, dtype=torch.uint8)
             load(refs[0])  # plan and buffers
             digest._MEMORY._digests.clear()
+            refs = [replace(ref, files=()) for ref in refs]  # as if the front had not hashed them
             for name in ("digest unknown", "digest known", "again"):
                 if name == "digest known":
                     reader._headers.clear()
@@ -126,6 +129,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--adapter", default="rank=16,targets=attention")
     parser.add_argument("--count", type=int, default=9)
+    parser.add_argument(
+        "--helpers", type=int, help="threads beside a load's own; default: as served"
+    )
     parser.add_argument("--host-ms", type=float, default=1.0)
     parser.add_argument("--step-ms", type=float, default=5.6)
     sys.exit(main(parser.parse_args()))

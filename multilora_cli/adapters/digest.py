@@ -40,6 +40,14 @@ def known_digest(adapter: AdapterFile, memory: DigestMemory = _MEMORY) -> str | 
     return memory.get(adapter.files)
 
 
+def remember_digest(
+    adapter: AdapterFile, digest: str, files: _Key, memory: DigestMemory = _MEMORY
+) -> None:
+    """Take over a digest that another process computed from `files`, where they are these."""
+    if files and files == tuple(file.key for file in adapter.files):
+        memory.put(adapter.files, digest)
+
+
 def content_digest(adapter: AdapterFile, memory: DigestMemory = _MEMORY) -> str:
     """SHA-256 (hex) over the config and the weight files, about 1 ms per MB the first time.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from multilora_cli.adapters.crew import Crew
-from multilora_cli.adapters.digest import content_digest, known_digest
+from multilora_cli.adapters.digest import content_digest, known_digest, remember_digest
 from multilora_cli.adapters.image import build_image
 from multilora_cli.adapters.lease import Version
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
@@ -55,10 +55,12 @@ class AdapterReader:
         """The image's plan and what fills its pages. Both raise AdapterError.
 
         The files are read three times at most, header, digest and weights, the last two at the
-        same time; each reader refuses a file that is not the one whose header was read.
+        same time; each reader refuses a file that is not the one whose header was read. What the
+        front has hashed is not hashed again while it is the same files.
         """
         self._failpoints.hit("load")
         adapter = self._read(version.path)
+        remember_digest(adapter, version.digest, version.files)
         found = known_digest(adapter)
         if found is not None:
             _check_digest(version, found)

@@ -29,6 +29,7 @@ class FakeVersion:
     pages: int
     name: str = "fake"
     path: str = ""
+    files: tuple[tuple[int, int, int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)

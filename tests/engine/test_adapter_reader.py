@@ -13,6 +13,7 @@ import torch
 from multilora_cli.adapters import digest as digests
 from multilora_cli.adapters.digest import content_digest
 from multilora_cli.adapters.peft import AdapterFile, read_adapter
+from multilora_cli.adapters.safetensors_header import FileIdentity
 from multilora_cli.adapters.vectors import UnknownBase
 from multilora_cli.engine import adapter_reader
 from multilora_cli.engine.adapter_reader import AdapterReader
@@ -109,6 +110,34 @@ def test_headers_are_parsed_again_only_where_a_file_changed(
         plan, fill = _open(reader, folder, digest)
         fill(_pages(plan))
     assert len(read) == 2
+
+
+def test_what_the_front_has_hashed_is_not_hashed_again(
+    reader: AdapterReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it is the same files: in others any content may be."""
+    hashed: list[Path] = []
+    compute = digests._hash
+
+    def spy(files: tuple[FileIdentity, ...]) -> str:
+        hashed.extend(file.path for file in files)
+        return compute(files)
+
+    monkeypatch.setattr(digests, "_hash", spy)
+    folder = signature_adapter(tmp_path / "a", 20)
+    front = digests.DigestMemory()  # of another process
+    adapter = read_adapter(folder, reader._geometry, max_rank=64)
+    keys = tuple(file.key for file in adapter.files)
+    ref = AdapterRef("a", content_digest(adapter, front), str(folder), 1, keys)
+    hashed.clear()
+    plan, fill = reader.open(ref)
+    fill(_pages(plan))
+    assert not hashed
+    edit_tensors(folder, lambda tensors: {name: t + 1 for name, t in tensors.items()})
+    plan, fill = reader.open(ref)
+    with pytest.raises(AdapterError, match="its content changed"):
+        fill(_pages(plan))
+    assert folder / "adapter_model.safetensors" in hashed
 
 
 def test_content_is_told_from_its_digest_before_anything_else(
