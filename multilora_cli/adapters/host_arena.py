@@ -99,14 +99,15 @@ class HostArena:
         room, wanted = self.budget_bytes - self.reserved_bytes, aligned(num_bytes)
         if self._pin:
             wanted = slab_for(num_bytes, room, self.budget_bytes, self._slab_bytes)
-        for index, slab in list(self._slabs.items()):
+        unused = [index for index, slab in self._slabs.items() if slab.is_unused]
+        if room + sum(self._slabs[index].memory.numel() for index in unused) < wanted:
+            return None  # they would be dropped, and pinned again, for nothing
+        for index in unused:
             if room >= wanted:
                 break
-            if slab.is_unused:
-                room += slab.memory.numel()
-                del self._slabs[index]
-                self._has_dropped = self._pin
-        return wanted if room >= wanted else None
+            room += self._slabs.pop(index).memory.numel()
+            self._has_dropped = self._pin
+        return wanted
 
     def make(self, num_bytes: int) -> torch.Tensor:
         """Memory for a slab, which is not part of the arena yet. Takes 0.15 s for 256 MiB that are
