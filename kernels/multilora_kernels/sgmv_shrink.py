@@ -293,7 +293,7 @@ def sgmv_shrink(
             A_CHUNKS=-(-shape.d_in // shape.chunk), Y_UNIT=shape.y_unit,
             COLUMNS=choice.columns(shape, 1), SHARED=choice.shared_columns(1),
             DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits,
-            EVEN_K=shape.d_in % choice.block_k == 0,
+            EVEN_K=shape.d_in % choice.span == 0,
             # Products of 16-bit numbers are exact in fp32; for others see `sgmv_expand`.
             enable_fp_fusion=x.dtype != torch.float32, **constants,
         )  # fmt: skip

@@ -328,7 +328,8 @@ class WorkLists:
         """Size the coming launches for `num_tokens` rows of as many adapters of `rank`, with
         modules of `groups`; the other groups launch nothing.
 
-        The lists stay as they are: a launch walks whatever it finds there.
+        The lists stay as they are: a launch walks whatever it finds there. Its programs read a
+        record before they know whether it is one, so there are no more of them than records.
         """
         tiles = -(-rank // TILE_RANKS)
         for name, group in self.groups.items():
@@ -342,10 +343,11 @@ class WorkLists:
             width = group.choice.shared_columns(tiles)
             shared = sum(-(-d_out // width) for d_out in group.shape.d_outs)
             shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
+            room = self._capacity[name]
             self.groups[name] = replace(
                 group,
-                num_tiles=num_tokens * tiles * len(group.shape.d_outs),
-                num_tasks=max(tasks, shared),
+                num_tiles=min(num_tokens * tiles * len(group.shape.d_outs), room.tiles),
+                num_tasks=min(max(tasks, shared), room.tasks),
             )
 
     def _grow(self, wanted: Mapping[str, Capacity]) -> None:

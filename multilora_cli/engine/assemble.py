@@ -286,7 +286,7 @@ def build_engine(
     report("pool", 0, 1)
     assembly.take_memory()
     report("pool", 1, 1)
-    loaders = loader_threads(config.num_loaders + num_helpers())
+    loaders = loader_threads(config.num_loaders + num_helpers(), assembly.allocation.device)
     residency = assembly.residency(loaders, decoder)
     runner = assembly.runner(decoder)
     return Engine(

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from multilora_cli.engine.device_memory import use_device
+
 _HELPERS_MAX = 3
 
 
@@ -14,8 +16,11 @@ def num_helpers() -> int:
     return max(0, min(_HELPERS_MAX, len(os.sched_getaffinity(0)) - 2))
 
 
-def loader_threads(count: int) -> ThreadPoolExecutor:
+def loader_threads(count: int, device: torch.device) -> ThreadPoolExecutor:
     """`count` threads whose torch operations run on the calling thread alone.
+
+    `device` is their own: a thread of another card, cuda:0 where none is set, makes a context
+    there, half a gigabyte, when it comes back from a stream of this one (models.base_rows).
 
     Left to itself, torch cuts an operation on 64 KB of weights up among as many OpenMP threads as
     there are cores, once for every loader thread. They wait for one another spinning, several
@@ -26,6 +31,7 @@ def loader_threads(count: int) -> ThreadPoolExecutor:
     all_started = threading.Barrier(count + 1)
 
     def settle() -> None:
+        use_device(device)
         torch.get_num_threads()  # a thread's own number is made at its first use, and lasts
         torch.set_num_threads(1)
         all_started.wait()

@@ -4,7 +4,8 @@ Everything that a launch does to tensors is recorded, undone and done for good o
 waits for it: when a flight's results are asked for, or a pinned buffer is to be filled again. So a
 host buffer that is overwritten too early, a page that was given away too early and a token that is
 read in the wrong order all show, as they would on a busy device. Copies of adapters are done at
-once, as on a copy stream that overtakes every step.
+once, as on a copy stream that overtakes every step; or, by a LateCopier, only when a step that was
+launched behind one runs, and an image that leaves host memory before is lost.
 """
 
 from collections import deque
@@ -15,10 +16,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from multilora_cli.adapters.host_arena import Extent
+from multilora_cli.adapters.hot_tier import Image
 from multilora_cli.engine.batch_plan import RowResult, ScheduledBatch
 from multilora_cli.engine.engine import Flight
 from multilora_kernels import staging
 from tests.engine.engine_kit import Rig
+
+_PATIENCE = 40  # times that a copy is asked about before it ends without a step
 
 
 class LateEvent:
@@ -49,6 +54,65 @@ class LateFlight:
         """Do it now."""
         self._device.run_to(self._number)
         return self._flight.results()
+
+
+class LateCopy:
+    """A copy of an adapter that was started, and is done as late as it may."""
+
+    def __init__(self, copier: "LateCopier", work: Callable[[], object]) -> None:
+        self._copier = copier
+        self.work = work
+        self.is_over = False
+        self._asked = 0
+
+    def done(self) -> bool:
+        """Once somebody has asked often: where no step waits for it, it ends by itself."""
+        self._asked += 1
+        if self._asked > _PATIENCE:
+            self._copier.run_to(self)
+        return self.is_over
+
+    def order(self) -> bool:
+        """The steps launched from now on come after it."""
+        self._copier.device._tell(lambda: self._copier.run_to(self))
+        self._copier.ordered += 1
+        return True
+
+
+class LateCopier:
+    """Takes the place of the engine's copier. What an image gives back of host memory is
+    overwritten at once, as by the next one.
+    """
+
+    def __init__(self, rig: Rig, device: "LateDevice", monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = device
+        self.ordered = 0  # times that steps were to begin behind a copy
+        self._copies: deque[LateCopy] = deque()
+        residency = rig.engine.parts.residency
+        self._start = residency._hot._copier.start
+        monkeypatch.setattr(residency._hot, "_copier", self)
+        arena = residency._warm._arena
+        release = arena.release
+
+        def overwrite(extent: Extent) -> None:
+            arena.view(extent).fill_(0xFF)
+            release(extent)
+
+        monkeypatch.setattr(arena, "release", overwrite)
+
+    def start(self, image: Image, pages: Sequence[int]) -> LateCopy:
+        """Start the copy of an image's pages behind those before."""
+        copy = LateCopy(self, lambda: self._start(image, pages))
+        self._copies.append(copy)
+        return copy
+
+    def run_to(self, copy: LateCopy) -> None:
+        """Do everything up to `copy`, in order."""
+        while not copy.is_over:
+            first = self._copies.popleft()
+            with _disable_current_modes():
+                first.work()
+            first.is_over = True
 
 
 class LateDevice(TorchDispatchMode):

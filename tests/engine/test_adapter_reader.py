@@ -16,6 +16,7 @@ from multilora_cli.adapters.peft import AdapterFile, read_adapter
 from multilora_cli.adapters.safetensors_header import FileIdentity
 from multilora_cli.adapters.vectors import UnknownBase
 from multilora_cli.engine import adapter_reader
+from multilora_cli.engine import loader_threads as loader_threads_module
 from multilora_cli.engine.adapter_reader import AdapterReader
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.engine.failpoints import Failpoints
@@ -54,7 +55,7 @@ def test_torch_runs_on_the_loader_thread_alone() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with loader_threads(2) as threads:
+        with loader_threads(2, torch.device("cpu")) as threads:
             both = threading.Barrier(2)
 
             def ask(_: int) -> int:
@@ -67,6 +68,18 @@ def test_torch_runs_on_the_loader_thread_alone() -> None:
                 assert later.submit(torch.get_num_threads).result() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_loader_threads_belong_to_the_card_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each for itself: what torch calls the current device is a thread's own."""
+    cards: list[tuple[str, torch.device]] = []
+
+    def use(device: torch.device) -> None:
+        cards.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(loader_threads_module, "use_device", use)
+    loader_threads(3, torch.device("cuda", 1)).shutdown()
+    assert len(dict(cards)) == 3 and set(dict(cards).values()) == {torch.device("cuda", 1)}
 
 
 def _open(

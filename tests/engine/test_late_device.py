@@ -5,12 +5,13 @@ import random
 import pytest
 import torch
 
+from multilora_cli.adapters.hot_tier import Placement
 from multilora_cli.engine.messages import Abort
 from multilora_cli.sizing.budget import PromptStep
 from multilora_kernels.staging import Staging
 from tests.engine.conftest import SignatureFleet
-from tests.engine.engine_kit import Answer, Rig
-from tests.engine.late_device import LateDevice
+from tests.engine.engine_kit import F2_PAGE, Answer, Rig
+from tests.engine.late_device import LateCopier, LateDevice
 from tests.engine.test_decode_graphs import with_graphs
 
 PROMPTS = (PromptStep(4, 64),)
@@ -68,6 +69,44 @@ def test_mixed_traffic(
                 continue
             assert other.fault is None and other.tokens == one.tokens, request
             assert [e.token_id for e in other.logprobs] == [e.token_id for e in one.logprobs]
+
+
+def test_steps_begin_behind_copies_whose_images_stay_until_then(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for two of the five images in host memory, and for three on the device."""
+    wanted = mixed_traffic(Rig(fleet.base, steps_ahead=0), fleet)
+    small = {"num_slots": 4, "pages": 26, "max_num_seqs": 8, "max_chunk_beside_decode": 48}
+    rig = Rig(fleet.base, **small, host_adapter_bytes=2 * F2_PAGE)
+    copier = LateCopier(rig, LateDevice(rig, monkeypatch), monkeypatch)
+    found = mixed_traffic(rig, fleet)
+    assert copier.ordered >= 3 and rig.engine.parts.residency._warm.evictions >= 3
+    for request, answers in wanted.items():
+        for one, other in zip(answers, found[request], strict=True):
+            if "abort" not in (one.finish, other.finish):
+                assert other.fault is None and other.tokens == one.tokens, request
+
+
+def test_an_image_that_leaves_before_it_is_copied_shows(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a late copier is for: without the hold on an image that a step waits for, the next one
+    takes its memory first."""
+    rig = Rig(fleet.base, host_adapter_bytes=3 * F2_PAGE)
+    LateCopier(rig, LateDevice(rig, monkeypatch), monkeypatch)
+    residency = rig.engine.parts.residency
+    enter = residency._hot.enter
+
+    def too_early(placement: Placement) -> bool:
+        is_hot = enter(placement)
+        if is_hot:
+            (entry,) = (e for e in residency._placed.values() if e.placement is placement)
+            residency._holds.release(entry)
+            residency._warm.drop(entry.digest)
+        return is_hot
+
+    monkeypatch.setattr(residency._hot, "enter", too_early)
+    assert rig.ask([5], fleet.adapter(20), max_tokens=4).fault is not None
 
 
 def test_a_pinned_buffer_that_is_filled_too_early_shows(

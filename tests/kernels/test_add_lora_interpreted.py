@@ -92,6 +92,19 @@ def test_prompts_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -
     check(fleet, [3] * 2 + [7] * 5 + [4] * 66 + [0, 6, 6], "gate_up", 9, [1])
 
 
+def test_a_share_of_k_that_ends_beyond_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of 16 to a program and 48 inputs: every step is whole, the last share is not."""
+    decode = lora_choice._decode
+    monkeypatch.setattr(
+        lora_choice, "_decode", lambda *given: replace(decode(*given), block_k=16, k_steps=2)
+    )
+    fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 8 * PAGE_BYTES, torch.float32, seed=4)
+    segments = Segments(3, "cpu")
+    segments.build([1, 7, 3])
+    assert segments.lists(fleet.table).groups["qkv"].choice.span == 32
+    check(fleet, [1, 7, 3, 7], "qkv", 11, [0, 1])
+
+
 @pytest.mark.parametrize(("slots", "group"), [([9, 0], "qkv"), ([9, 9], "down"), ([0, 0], "down")])
 def test_an_expand_never_ends_before_what_it_was_launched_behind(
     fleet: Fleet, slots: list[int], group: str, monkeypatch: pytest.MonkeyPatch

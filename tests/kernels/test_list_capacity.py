@@ -1,9 +1,13 @@
 """What is planned for the work lists is what they allocate."""
 
+from collections.abc import Mapping
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
+from multilora_cli.sizing.budget import graph_ranks
 from multilora_kernels.launch import H200, RTX_4090, Chip
 from multilora_kernels.layout import MODULES, page_bytes, plan_image
 from multilora_kernels.list_capacity import (
@@ -61,6 +65,40 @@ def test_the_buffers_of_a_whole_prompt_are_what_was_planned(
     row_slots = 4 * max_tokens  # of Segments
     both = lists.nbytes + decode.nbytes + row_slots
     assert both == list_bytes(shapes, max_tokens, 64, H200)
+
+
+NARROW = dict.fromkeys(MODULES, (16, 16))  # what a program sums is not cut for shared rows
+
+
+@pytest.mark.parametrize("chip", [H200, RTX_4090, Chip("small", 90, 8)], ids=lambda chip: chip.name)
+@pytest.mark.parametrize(("shapes", "page"), [(SHAPES, PAGE), (NARROW, 1024)], ids=["8b", "narrow"])
+@pytest.mark.parametrize("max_rank", [1, 16, 17, 48, 64, 512])
+def test_programs_of_a_captured_step_find_a_record_each(
+    chip: Chip, shapes: Mapping[str, tuple[int, int]], page: int, max_rank: int
+) -> None:
+    """They read one before they know how many there are, and look its cell up: beyond the buffer
+    that is whatever lies there. Captured for ranks that no adapter here may have."""
+    for max_tokens in (1, 8, 264, 512):
+        table = AdapterTable(3, 2, shapes, 64, torch.device("cpu"))
+        table.settle(page, 2)
+        lists = WorkLists(table, chip, max_tokens, max_rank)
+        lists._write = lambda *_: None  # type: ignore[method-assign]
+        lists.reserve(max_tokens)
+        nothing = np.zeros(0, np.int32)
+        for rows, rank in product((1, 8, 72, 264, 512), graph_ranks(max_rank)[1:]):
+            if rows > max_tokens:
+                continue
+            lists.update(nothing, np.zeros(1, np.int32), nothing, rows)
+            lists.expect(rows, rank)
+            for group in lists.groups.values():
+                splits = group.choice.splits(group.shape.d_in)
+                tiles = (lists.decode_grid(group.num_tiles * splits, group.choice) - 1) // splits
+                tasks = lists.decode_grid(group.num_tasks, group.choice) - 1
+                for buffer, region, last in (
+                    (lists._tiles, group.tiles, tiles), (lists._tasks, group.tasks, tasks)
+                ):  # fmt: skip
+                    begin = (region.data_ptr() - buffer.data_ptr()) // region[0].nbytes
+                    assert begin + last < len(buffer), (group.shape.name, max_tokens, rows, rank)
 
 
 def test_prompts_add_their_planes_and_lists() -> None:

@@ -70,7 +70,7 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     }
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
-        fixed["EVEN_K"] = shape.d_in % choice.block_k == 0
+        fixed["EVEN_K"] = shape.d_in % choice.span == 0
         fixed |= {"A_CHUNKS": -(-shape.d_in // shape.chunk), "Y_UNIT": shape.y_unit}
         fixed |= {"ASK": choice.ask_tasks, "COLUMNS": choice.columns(shape, 1)}
         fixed |= {"SHARED": choice.shared_columns(1), "LAST": choice.ask_last}
