@@ -9,7 +9,7 @@ import torch
 
 from multilora_cli.sizing.budget import graph_ranks
 from multilora_kernels.launch import H200, RTX_4090, Chip
-from multilora_kernels.layout import MODULES, page_bytes, plan_image
+from multilora_kernels.layout import GROUPS, MODULES, page_bytes, plan_image
 from multilora_kernels.list_capacity import (
     decode_capacity,
     group_shapes,
@@ -89,7 +89,7 @@ def test_programs_of_a_captured_step_find_a_record_each(
             if rows > max_tokens:
                 continue
             lists.update(nothing, np.zeros(1, np.int32), nothing, rows)
-            lists.expect(rows, rank)
+            lists.expect(rows, rank, GROUPS)
             for group in lists.groups.values():
                 splits = group.choice.splits(group.shape.d_in)
                 tiles = (lists.decode_grid(group.num_tiles * splits, group.choice) - 1) // splits
