@@ -2,11 +2,11 @@
 
 A step of R rows runs as the smallest captured one that has room; spare rows have no context,
 write nowhere and are not read. Steps without adapters have graphs of their own, without LoRA
-launches; steps with adapters are captured for a rank, which sizes the launches and nothing else:
-work of higher ranks is walked in turns. Everything a graph reads is at a fixed address: the inputs
-here, which travel in one copy, the page pool, the adapter table, and the work lists that
-`Segments.build` writes. It ends with the most likely tokens; what else is to be sampled is sampled
-from the logits that it leaves.
+launches; steps with adapters are captured for the attention's projections alone and for all, and
+for a rank, which sizes the launches and nothing else: work of higher ranks is walked in turns.
+Everything a graph reads is at a fixed address: the inputs here, which travel in one copy, the page
+pool, the adapter table, and the work lists that `Segments.build` writes. It ends with the most
+likely tokens; what else is to be sampled is sampled from the logits that it leaves.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from multilora_cli.engine.device_meter import kept_bytes, settled_bytes
 from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
-from multilora_cli.sizing.budget import graph_rank, graph_ranks
+from multilora_cli.sizing.budget import BASE_KIND, StepKind, step_kind, step_kinds
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.pick_tokens import Picked, pick_tokens
 from multilora_kernels.side_stream import SideStream
@@ -120,9 +120,9 @@ class DecodeGraphs:
         self._builder = builder
         self._row_counts = sorted(row_counts)
         self._max_context = max_context
-        self._ranks = graph_ranks(max_rank)
-        # By rows, rank (0 without adapters) and whether adapters with extras are served.
-        self._graphs: dict[tuple[int, int, bool], Captured] = {}
+        self._kinds = step_kinds(max_rank)
+        # By rows, kind and whether adapters with extras are served.
+        self._graphs: dict[tuple[int, StepKind, bool], Captured] = {}
         self._record: Record | None = None  # None: before the start, and once a capture failed
         device = builder.pool.device
         most = self._row_counts[-1]
@@ -165,18 +165,18 @@ class DecodeGraphs:
         """Record every step, the largest first, so that smaller ones reuse its memory; `progress`
         is told how many are done, and of how many."""
         self._record = record
-        keys = [(rows, rank) for rows in reversed(self._row_counts) for rank in self._ranks]
-        for index, (rows, rank) in enumerate(keys):
+        keys = [(rows, kind) for rows in reversed(self._row_counts) for kind in self._kinds]
+        for index, (rows, kind) in enumerate(keys):
             progress(index, len(keys))
             # A few layers launch every kernel, and take the host 2 ms instead of 30.
             with self._decoder.few_layers():
-                self._warm_up(rows, rank)
-            step = partial(self._run, rows, with_adapters=rank > 0)
-            self._graphs[rows, rank, False] = record(step)
+                self._warm_up(rows, kind)
+            step = partial(self._run, rows, with_adapters=kind != BASE_KIND)
+            self._graphs[rows, kind, False] = record(step)
         progress(len(keys), len(keys))
         self._builder.segments.build(np.zeros(1, dtype=np.int32))
 
-    def _record_extras(self, rows: int, rank: int) -> None:
+    def _record_extras(self, rows: int, kind: StepKind) -> None:
         """Capture a step for adapters with extras (DoRA, biases, embedding, head) when the first
         one needs it: few fleets ever do, and it takes 0.1 s.
 
@@ -188,20 +188,22 @@ class DecodeGraphs:
         # What the step before left would be computed again, and written to pages since given away.
         self._inputs.zero_()
         with self._decoder.few_layers():
-            self._warm_up(rows, rank, extras=True)
+            self._warm_up(rows, kind, extras=True)
         step = partial(self._run, rows, with_adapters=True)
-        self._graphs[rows, rank, True] = record(step)
+        self._graphs[rows, kind, True] = record(step)
         self._record = record
 
     @torch.inference_mode()
-    def _warm_up(self, rows: int, rank: int, *, extras: bool = False) -> None:
+    def _warm_up(self, rows: int, kind: StepKind, *, extras: bool = False) -> None:
         """Run the step as it will be captured: kernels are compiled here, a capture must not."""
-        segments = self._builder.segments
-        if rank:
-            segments.prepare_capture(self._builder.table, rows, rank, extras=extras)
+        segments, has_adapters = self._builder.segments, kind != BASE_KIND
+        if has_adapters:
+            segments.prepare_capture(
+                self._builder.table, rows, kind.rank, groups=kind.groups, extras=extras
+            )
         else:
             segments.build(np.zeros(rows, dtype=np.int32))
-        self._run(rows, with_adapters=rank > 0)
+        self._run(rows, with_adapters=has_adapters)
 
     def _run(self, rows: int, *, with_adapters: bool) -> None:
         """One step from the fixed inputs to the first `rows` of logits and most likely tokens."""
@@ -229,10 +231,10 @@ class DecodeGraphs:
     def run(self, rows: Sequence[ScheduledRow]) -> CapturedStep:
         """Launch the step of `rows`; what it leaves is valid until the next one."""
         slots = self._slots(rows)
-        key = padded, rank, _ = self._key(slots)
-        if rank:
+        key = padded, kind, _ = self._key(slots)
+        if kind != BASE_KIND:
             if key not in self._graphs:
-                self._record_extras(padded, rank)
+                self._record_extras(padded, kind)
             self._builder.segments.build(slots)
         inputs = self._host_inputs(rows, padded)
         self._staging.upload(self._inputs[: len(inputs)], inputs)
@@ -246,13 +248,13 @@ class DecodeGraphs:
         slots[: len(rows)] = [row.sequence.slot for row in rows]
         return slots
 
-    def _key(self, slots: npt.NDArray[np.int32]) -> tuple[int, int, bool]:
+    def _key(self, slots: npt.NDArray[np.int32]) -> tuple[int, StepKind, bool]:
         """Which graph runs rows of these slots."""
         if not slots.any():
-            return len(slots), 0, False
+            return len(slots), BASE_KIND, False
         table = self._builder.table
-        rank = graph_rank(self._ranks, table.highest_rank(slots))
-        return len(slots), rank, bool(table.has_extras[slots].any())
+        kind = step_kind(self._kinds, table.groups_of(slots))
+        return len(slots), kind, bool(table.has_extras[slots].any())
 
     def _host_inputs(self, rows: Sequence[ScheduledRow], padded: int) -> npt.NDArray[np.int32]:
         """The fields of all rows, then their page table."""

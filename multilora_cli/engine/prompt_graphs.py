@@ -22,7 +22,14 @@ from multilora_cli.engine.decode_graphs import Captured, Progress, Record
 from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
-from multilora_cli.sizing.budget import MAX_CHUNKS, PromptStep, graph_rank, graph_ranks
+from multilora_cli.sizing.budget import (
+    BASE_KIND,
+    MAX_CHUNKS,
+    PromptStep,
+    StepKind,
+    step_kind,
+    step_kinds,
+)
 from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows
@@ -56,8 +63,8 @@ class PromptGraphs:
         self._builder = builder
         self._steps = sorted(steps, key=lambda step: (step.num_tokens, step.decodes))
         self._max_context = max_context
-        self._ranks = graph_ranks(max_rank)
-        self._graphs: dict[tuple[PromptStep, int], Captured] = {}  # by rank, 0 without adapters
+        self._kinds = step_kinds(max_rank)
+        self._graphs: dict[tuple[PromptStep, StepKind], Captured] = {}
         device = builder.pool.device
         most = max(step.decodes for step in steps) + MAX_CHUNKS
         tokens = max(step.num_tokens for step in steps)
@@ -89,18 +96,20 @@ class PromptGraphs:
     def record_all(self, record: Record, progress: Progress) -> None:
         """Record every step, the largest first, so that smaller ones reuse its memory; `progress`
         is told how many are done, and of how many."""
-        keys = [(step, rank) for step in reversed(self._steps) for rank in self._ranks]
+        keys = [(step, kind) for step in reversed(self._steps) for kind in self._kinds]
         segments = self._builder.segments
-        for index, (step, rank) in enumerate(keys):
+        for index, (step, kind) in enumerate(keys):
             progress(index, len(keys))
-            if rank:
-                segments.prepare_capture(self._builder.table, step.num_tokens, rank)
+            if kind != BASE_KIND:
+                segments.prepare_capture(
+                    self._builder.table, step.num_tokens, kind.rank, groups=kind.groups
+                )
             else:
                 segments.build(np.zeros(step.num_tokens, dtype=np.int32))
-            work: Callable[[], None] = partial(self._run, step, with_adapters=rank > 0)
+            work: Callable[[], None] = partial(self._run, step, with_adapters=kind != BASE_KIND)
             with self._decoder.few_layers():
                 work()  # compiles kernels, which a capture must not
-            self._graphs[step, rank] = record(work)
+            self._graphs[step, kind] = record(work)
         progress(len(keys), len(keys))
         segments.build(np.zeros(1, dtype=np.int32))
 
@@ -139,12 +148,12 @@ class PromptGraphs:
         sequences = [*range(num_decodes), *chunks]
         slots = np.zeros(step.num_tokens, dtype=np.int32)
         inputs = self._host_inputs(rows, step, sequences, slots)
-        rank = 0
+        kind = BASE_KIND
         if slots.any():
             self._builder.segments.build(slots)
-            rank = graph_rank(self._ranks, self._builder.table.highest_rank(slots))
+            kind = step_kind(self._kinds, self._builder.table.groups_of(slots))
         self._staging.upload(self._inputs[: len(inputs)], inputs)
-        self._graphs[step, rank].replay()
+        self._graphs[step, kind].replay()
         return self._logits, sequences
 
     def _host_inputs(

@@ -1,7 +1,7 @@
 """Device memory by part. The engine allocates from these numbers and `plan` prints them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from multilora_cli.errors import Refused
@@ -27,6 +27,7 @@ _SMALL_RANK = 8  # the narrowest tile: lower ranks take as much
 # Decode steps that are captured, in rows; a step runs as the next larger one, its spare rows idle.
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GRAPH_RANKS = (16, 64)
+_ATTENTION_GROUPS = ("qkv", "o")
 # Captured steps with prompts. Up to 512 token rows run LoRA's decode kernels, whose buffers are
 # fixed; 256 tokens beside 256 rows are the most.
 MAX_CHUNKS = 16
@@ -34,11 +35,11 @@ _PROMPT_DECODES = (8, 64, 256)
 _PROMPT_TOKENS = (64, 256)
 # Nodes of a captured step, counted on an H200: around the layers, and of each layer (four
 # multiplies, two norms, RoPE with the write of K and V, attention, gating; one or two more where
-# a multiply splits or quantises); its adapters (two launches for each of four multiplies), and
-# what adapters with extras add to those (one each).
+# a multiply splits or quantises); its adapters (two launches for each multiply that they have), and
+# what adapters with extras add to those (one for each of the four).
 _STEP_NODES = 27
 _NODES = 10
-_LORA_NODES = 8
+_LORA_NODES = 2
 _EXTRA_NODES = 4
 # What the driver keeps of a node, by what multiplies the linears: of an 8B on an H200 98 MiB of 57
 # steps in 16 bits, 68 MiB of 39 in FP8, 56 MiB of 39 in 4 bits (docs/benchmarks/plan-h200.jsonl).
@@ -179,18 +180,29 @@ def prompt_steps(max_seqs: int) -> tuple[PromptStep, ...]:
     return tuple(PromptStep(rows, tokens) for rows in decodes for tokens in _PROMPT_TOKENS)
 
 
-def graph_ranks(max_rank: int) -> tuple[int, ...]:
-    """What each of those steps is captured for: 0, the base alone, and ranks of adapters.
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    """What a captured step launches for adapters."""
 
-    A rank sizes the launches and nothing else: work of higher ranks is walked in turns.
+    groups: tuple[str, ...]  # of projections (`multilora_kernels.layout.GROUPS`); none: the base
+    # Sizes the launches and nothing else: work of higher ranks is walked in turns.
+    rank: int
+
+
+BASE_KIND = StepKind((), 0)
+
+
+def step_kinds(max_rank: int) -> tuple[StepKind, ...]:
+    """What each of those steps is captured for: the base alone, adapters of the attention, and
+    adapters of any modules; a launch without work would stand between its neighbours all the same.
     """
-    covering = next((rank for rank in _GRAPH_RANKS if rank >= max_rank), _GRAPH_RANKS[-1])
-    return (0, *(rank for rank in _GRAPH_RANKS if rank <= covering))
+    rank = next((rank for rank in _GRAPH_RANKS if rank >= max_rank), _GRAPH_RANKS[-1])
+    return BASE_KIND, StepKind(_ATTENTION_GROUPS, rank), StepKind(tuple(GROUPS), rank)
 
 
-def graph_rank(ranks: Sequence[int], rank: int) -> int:
-    """Which of `graph_ranks` a step with adapters of up to `rank` runs as."""
-    return next((size for size in ranks[1:] if size >= rank), ranks[-1])
+def step_kind(kinds: Sequence[StepKind], groups: Collection[str]) -> StepKind:
+    """Which of `step_kinds` a step runs as whose adapters have modules of `groups`."""
+    return next(kind for kind in kinds[1:] if set(groups) <= set(kind.groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +211,15 @@ class CapturedSteps:
 
     rows: tuple[int, ...]
     prompts: tuple[PromptStep, ...]
-    ranks: tuple[int, ...]  # of `graph_ranks`
+    kinds: tuple[StepKind, ...]  # each step is captured once for every one
 
     def in_order(self) -> list[tuple[int, int]]:
         """(token rows, rows that decode) in the order of their capture: the largest first, each
-        once for every rank."""
+        once for every kind."""
         steps = [(rows, rows) for rows in sorted(self.rows, reverse=True)]
         prompts = sorted(self.prompts, key=lambda step: (step.num_tokens, step.decodes))
         steps += [(step.num_tokens, step.decodes) for step in reversed(prompts)]
-        return [step for step in steps for _ in self.ranks]
+        return [step for step in steps for _ in self.kinds]
 
 
 def fixed_graph_bytes(geometry: ModelGeometry, steps: CapturedSteps, max_context: int) -> int:
@@ -230,14 +242,15 @@ def driver_graph_bytes(
     """
     if not steps.rows:
         return 0
-    with_adapters = len(steps.ranks) - 1
-    per_layer = _NODES + _LORA_NODES * (with_adapters > 0)
-    adapted = _STEP_NODES + num_layers * per_layer
+    adapted = [kind for kind in steps.kinds if kind.groups]
+    launches = sum(_LORA_NODES * len(kind.groups) for kind in adapted)
     if extras:
-        nodes = len(steps.rows) * with_adapters * (adapted + num_layers * _EXTRA_NODES)
+        per_layer = len(adapted) * (_NODES + _EXTRA_NODES) + launches
+        nodes = len(steps.rows) * (len(adapted) * _STEP_NODES + num_layers * per_layer)
     else:
-        base = _STEP_NODES + num_layers * _NODES
-        nodes = (len(steps.rows) + len(steps.prompts)) * (base + with_adapters * adapted)
+        per_layer = len(steps.kinds) * _NODES + launches
+        once = len(steps.kinds) * _STEP_NODES + num_layers * per_layer
+        nodes = (len(steps.rows) + len(steps.prompts)) * once
     return nodes * NODE_BYTES[kernel]
 
 

@@ -13,11 +13,11 @@ from multilora_cli.sizing.budget import (
     cpu_workspace_bytes,
     driver_graph_bytes,
     fixed_graph_bytes,
-    graph_ranks,
     graph_rows,
     max_blocks,
     plan_pool,
     prompt_steps,
+    step_kinds,
     table_bytes,
 )
 from multilora_cli.sizing.geometry import ModelGeometry
@@ -66,7 +66,7 @@ class StepSizes:
     @property
     def captured_steps(self) -> CapturedSteps:
         """All that is captured."""
-        return CapturedSteps(self.graph_rows, self.prompt_steps, graph_ranks(self.max_rank))
+        return CapturedSteps(self.graph_rows, self.prompt_steps, step_kinds(self.max_rank))
 
     @property
     def prompt_steps(self) -> tuple[PromptStep, ...]:

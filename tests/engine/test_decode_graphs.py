@@ -44,7 +44,7 @@ def with_graphs(
     builder = runner._builder
     segments = builder.segments
     # What it sizes are kernel launches, and without a device there are none.
-    segments.prepare_capture = lambda table, rows, rank, **extras: segments.build(
+    segments.prepare_capture = lambda table, rows, rank, **sizes: segments.build(
         np.zeros(rows, np.int32)
     )
     graphs = DecodeGraphs(runner._decoder, builder, row_counts, parts.max_model_len, max_rank)

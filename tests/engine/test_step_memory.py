@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from multilora_cli.bench.geometries import config_folder
@@ -10,7 +9,13 @@ from multilora_cli.engine.decode_graphs import DecodeGraphs
 from multilora_cli.engine.largest_step import largest_step
 from multilora_cli.engine.prompt_graphs import PromptGraphs
 from multilora_cli.sizing.allocator import Allocator
-from multilora_cli.sizing.budget import CapturedSteps, graph_ranks, graph_rows, prompt_steps
+from multilora_cli.sizing.budget import (
+    BASE_KIND,
+    CapturedSteps,
+    graph_rows,
+    prompt_steps,
+    step_kinds,
+)
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.quantization import AWQ, FP8, NONE, Quantization
 from multilora_cli.sizing.step_memory import StepScratch, cublas_bytes
@@ -72,7 +77,7 @@ def test_captured_steps(
     """Decode steps first, then those with prompts, in one pool."""
     llama = models[model]
     rows, prompts = graph_rows(max_seqs)[::-3][::-1], prompt_steps(max_seqs)
-    steps = CapturedSteps(rows, prompts, graph_ranks(16))
+    steps = CapturedSteps(rows, prompts, step_kinds(16))
     with fake_card(chip):
         decoder, builder = fake_engine(llama, storage, 8192, max_seqs, num_layers=2)
         segments, table = builder.segments, builder.table
@@ -80,17 +85,18 @@ def test_captured_steps(
         chunks = PromptGraphs(decoder, builder, prompts, 8192, 16)
         with Trace(cublas_bytes(chip)) as trace:
             for count in reversed(rows):
-                segments.build(np.zeros(count, dtype=np.int32))
-                decodes._run(count, with_adapters=False)
-                segments.prepare_capture(table, count, 16)
-                decodes._run(count, with_adapters=True)
+                for kind in steps.kinds:
+                    segments.prepare_capture(table, count, kind.rank, groups=kind.groups)
+                    decodes._run(count, with_adapters=kind != BASE_KIND)
             kept = trace.memory.kept
             for step in reversed(chunks._steps):
                 segments.prepare_capture(table, step.num_tokens, 16)
                 chunks._run(step, with_adapters=True)
     scratch = StepScratch(llama, 2, STORAGES[storage], chip)
     in_order = steps.in_order()
-    assert scratch.captured(in_order[: 2 * len(rows)]) == pytest.approx(kept, CLOSE, PAGES)
+    assert scratch.captured(in_order[: len(steps.kinds) * len(rows)]) == pytest.approx(
+        kept, CLOSE, PAGES
+    )
     assert scratch.captured(in_order) == pytest.approx(trace.memory.kept, CLOSE, PAGES)
 
 

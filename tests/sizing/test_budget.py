@@ -4,6 +4,7 @@ import pytest
 
 from multilora_cli.errors import BadInput, Refused
 from multilora_cli.sizing.budget import (
+    BASE_KIND,
     MAX_CHUNKS,
     NODE_BYTES,
     CapturedSteps,
@@ -11,10 +12,10 @@ from multilora_cli.sizing.budget import (
     cpu_workspace_bytes,
     driver_graph_bytes,
     fixed_graph_bytes,
-    graph_ranks,
     graph_rows,
     plan_pool,
     prompt_steps,
+    step_kinds,
     table_bytes,
 )
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
@@ -152,26 +153,24 @@ def test_captured_steps_cover_what_may_run(max_seqs: int, last: int, count: int)
 def test_graphs_cost_by_their_number_and_hold_tensors_for_the_largest() -> None:
     def steps(*rows: int, max_rank: int = 64, prompts: bool = False) -> CapturedSteps:
         captured = prompt_steps(max(rows)) if prompts else ()
-        return CapturedSteps(rows, captured, graph_ranks(max_rank))
+        return CapturedSteps(rows, captured, step_kinds(max_rank))
 
-    assert [graph_ranks(rank) for rank in (1, 16, 17, 512)] == [
-        (0, 16),
-        (0, 16),
-        *[(0, 16, 64)] * 2,
-    ]
+    kinds = [step_kinds(rank) for rank in (1, 16, 17, 512)]
+    assert [kind.rank for found in kinds for kind in found[1:]] == [16] * 4 + [64] * 4
+    assert {found[0] for found in kinds} == {BASE_KIND}
     one, two = (driver_graph_bytes(32, steps(*rows)) for rows in ((64,), (32, 64)))
     assert two == 2 * one
-    # By their nodes, as an H200 counted them: 343 to 375 without adapters, 599 to 631 with them.
-    assert one == pytest.approx((347 + 2 * 603) * NODE_BYTES["library"], rel=0.01)
-    assert driver_graph_bytes(32, steps(64, max_rank=8)) == (347 + 603) * NODE_BYTES["library"]
+    # By their nodes, as an H200 counted them: 343 to 375 without adapters, 599 to 631 with them on
+    # all projections.
+    assert one == pytest.approx((347 + 475 + 603) * NODE_BYTES["library"], rel=0.01)
     extras = driver_graph_bytes(32, steps(64), extras=True)
-    assert extras == 2 * (603 + 4 * 32) * NODE_BYTES["library"]
+    assert extras == (475 + 603 + 2 * 4 * 32) * NODE_BYTES["library"]
     fixed = fixed_graph_bytes(LLAMA3_8B, steps(32, 64), 8192)
     assert fixed == 64 * (2 * 512 + LLAMA3_8B.vocab_size) * 4
     with_prompts = fixed_graph_bytes(LLAMA3_8B, steps(32, 64, prompts=True), 8192)
     assert with_prompts == fixed * (64 + 64 + MAX_CHUNKS) // 64
     assert steps(32, 64).in_order() == [(64, 64)] * 3 + [(32, 32)] * 3
-    nothing = CapturedSteps((), (), (0,))
+    nothing = CapturedSteps((), (), (BASE_KIND,))
     assert driver_graph_bytes(32, nothing) == fixed_graph_bytes(LLAMA3_8B, nothing, 8192) == 0
 
 
