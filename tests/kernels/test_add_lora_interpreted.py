@@ -1,13 +1,16 @@
 """The LoRA kernels under Triton's interpreter, on the smallest pages and odd sizes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
 from lora_cases import LAYERS, PAGE_BYTES, SHAPES, adapters, check, inputs, run, small_fleet
 
+from multilora_kernels import add_lora as add_lora_module
 from multilora_kernels import lora_choice
 from multilora_kernels.add_lora import add_lora
 from multilora_kernels.launch import Chip
@@ -125,6 +128,31 @@ def test_an_expand_never_ends_before_what_it_was_launched_behind(
     assert not waits, "it is not launched early"
     sgmv_expand(y, planes, *where)
     assert waits
+
+
+def test_a_capture_launches_the_groups_it_has_work_for(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slot 9 has q and v alone; slots may change to others of the kind, or to the base."""
+    launches: list[str] = []
+    for kernel in (add_lora_module.sgmv_shrink, add_lora_module.sgmv_expand):
+        monkeypatch.setattr(add_lora_module, kernel.__name__, _counted(kernel, launches))
+    segments = Segments(3, "cpu")
+    for group in GROUPS:
+        x, y = inputs(fleet, 3, group, 1)
+        before = y.clone()
+        segments.prepare_capture(fleet.table, 3, 16, [9, 0, 9], groups=("qkv", "o"))
+        add_lora(y, x, fleet.pool, fleet.table, segments, 0, group)
+        assert torch.equal(y, before) == (group != "qkv")
+    assert launches == ["sgmv_shrink", "sgmv_expand"] * 2
+
+
+def _counted(kernel: Callable[..., Any], launches: list[str]) -> Callable[..., Any]:
+    def launch(*given: Any) -> Any:
+        launches.append(kernel.__name__)
+        return kernel(*given)
+
+    return launch
 
 
 def _with_early_launch(

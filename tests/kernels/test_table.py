@@ -75,3 +75,18 @@ def test_a_flush_is_one_copy_to_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     table.flush()
     table.flush()
     assert len(uploads) == 1
+
+
+def test_groups_of_slots_are_those_of_their_modules() -> None:
+    table = AdapterTable(5, LAYERS, SHAPES, 2_000, "cpu")
+    modules = {1: ("v_proj",), 2: ("q_proj", "o_proj"), 3: ("up_proj",), 4: ("down_proj",)}
+    first = 0
+    for slot, own in modules.items():
+        plan = plan_image({(1, module): 4 for module in own}, SHAPES, PAGE, 2)
+        table.set(slot, plan, range(first, first + plan.num_pages))
+        first += plan.num_pages
+    assert table.groups_of([0, 0]) == ()
+    assert table.groups_of([1, 0]) == ("qkv",) and table.groups_of([2, 1]) == ("qkv", "o")
+    assert table.groups_of(np.array([4, 3, 3])) == ("gate_up", "down")
+    table.clear(3)
+    assert table.groups_of([3]) == ()

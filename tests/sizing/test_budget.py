@@ -15,6 +15,7 @@ from multilora_cli.sizing.budget import (
     graph_rows,
     plan_pool,
     prompt_steps,
+    step_kind,
     step_kinds,
     table_bytes,
 )
@@ -26,7 +27,7 @@ from multilora_cli.sizing.pages import (
     pages_for_tokens,
     uniform_ranks,
 )
-from multilora_kernels.layout import Extras
+from multilora_kernels.layout import GROUPS, Extras
 
 
 def llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int):
@@ -148,6 +149,14 @@ def test_a_base_that_does_not_fit_says_by_how_much() -> None:
 def test_captured_steps_cover_what_may_run(max_seqs: int, last: int, count: int) -> None:
     rows = graph_rows(max_seqs)
     assert rows[-1] == last and len(rows) == count and list(rows) == sorted(set(rows))
+
+
+def test_a_step_runs_as_the_kind_with_the_fewest_launches_that_has_its_groups() -> None:
+    _, attention, everything = kinds = step_kinds(64)
+    for groups in ((), ("qkv",), ("o", "qkv")):
+        assert step_kind(kinds, groups) == attention
+    for groups in (("gate_up",), ("qkv", "down"), tuple(GROUPS)):
+        assert step_kind(kinds, groups) == everything
 
 
 def test_graphs_cost_by_their_number_and_hold_tensors_for_the_largest() -> None:
