@@ -104,7 +104,7 @@ def main() -> None:
         stand_in = chip if arguments.chip else None
         compile_all(selection, stand_in, arguments.jobs, tune=arguments.tune)
     for case in selection.cases():
-        if arguments.tune and not case.choices:
+        if not case.choices if arguments.tune else case.only_tunes:
             continue
         built = case.build(device)
         records = search.run(case, built) if arguments.tune else _time_case(case, built, arguments)

@@ -322,6 +322,7 @@ def _order_case(group: str, rows: int) -> Case:
         tune_key=f"{_key(group)} decode",
         choices=ORDER_CHOICES,
         compile=cell.compile,
+        only_tunes=True,
     )
 
 

@@ -56,6 +56,7 @@ class Case:
     adds; `rate` names the operand type that bounds them. `choices` are the launch choices that
     --tune tries, kept in tuned/<chip>.json under op and `tune_key`; `compile` launches one of them
     once on a small input, so that processes side by side can compile them all beforehand.
+    `only_tunes`: there is nothing to time outside of a search.
     """
 
     op: str
@@ -67,6 +68,7 @@ class Case:
     tune_key: str = ""
     choices: Sequence[Mapping[str, Any]] = field(default=())
     compile: Callable[[torch.device, Mapping[str, Any]], None] | None = None
+    only_tunes: bool = False
 
     @property
     def label(self) -> str:
