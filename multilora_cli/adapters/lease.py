@@ -71,6 +71,8 @@ class Standing:
     hits: int
     idle_s: float  # since the last use; -1: never used
     detail: str = ""
+    load_s: float = 0.0  # the last load took so long
+    copy_s: float = 0.0  # and the last way to the device
 
 
 @dataclass(frozen=True)

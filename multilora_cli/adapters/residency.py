@@ -505,6 +505,6 @@ class Residency:
 
     def _set_state(self, entry: Entry, state: State) -> None:
         if state is not entry.state:
-            entry.state = state
+            entry.enter(state, self._now())
             self.idle.changed(entry)
             self._events.append(self._standing(entry))

@@ -92,7 +92,8 @@ class Entry:
     loads: int = 0
     hits: int = 0
     load_s: float = LOAD_S
-    started_at: float = 0.0
+    started_at: float = 0.0  # of the last load or copy
+    copy_s: float = 0.0
     uses: float = 0.0
     used_at: float = -1.0
     score: float = 0.0
@@ -103,6 +104,14 @@ class Entry:
     def digest(self) -> str:
         """The identity of the version."""
         return self.version.digest
+
+    def enter(self, state: State, now: float) -> None:
+        """It is in another state now; a copy ends once steps may use the adapter."""
+        if state is State.COPYING:
+            self.started_at = now
+        elif state is State.HOT:
+            self.copy_s = now - self.started_at
+        self.state = state
 
     def may_run(self, lease: Lease) -> bool:
         """A lease taken after an evict call waits until the adapter was evicted."""
@@ -184,6 +193,8 @@ class Entry:
             hits=self.hits,
             idle_s=now - self.used_at if self.used_at >= 0 else -1.0,
             detail=self.failure.reason if self.failure is not None else "",
+            load_s=self.load_s if self.loads else 0.0,
+            copy_s=self.copy_s,
         )
 
     def reload_s(self, *, is_warm: bool) -> float:

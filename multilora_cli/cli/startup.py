@@ -220,6 +220,7 @@ def _server_config(
         base_path=folder,
         base_digest=engine.base_digest,
         max_loras=engine.distinct_adapters,
+        host_adapter_bytes=engine.host_adapter_bytes,
         max_resolved=loaded.fleet.limits.max_resolved,
         vocab_size=geometry.vocab_size,
         eos_token_ids=geometry.eos_token_ids,

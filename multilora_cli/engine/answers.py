@@ -142,6 +142,7 @@ class Answers:
             prompt_logprobs=prompt,
             finish_reason=sequence.finish_reason(),
             cached_tokens=sequence.cached_tokens if is_first else 0,
+            queued_s=sequence.queued_s if is_first else 0.0,
         )
 
     def _fail(self, row: ScheduledRow, reason: str) -> None:

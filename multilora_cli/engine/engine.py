@@ -390,6 +390,8 @@ def _status(standing: Standing) -> AdapterStatus:
         hits=standing.hits,
         last_used_s=standing.idle_s,
         detail=standing.detail,
+        load_s=standing.load_s,
+        copy_s=standing.copy_s,
     )
 
 

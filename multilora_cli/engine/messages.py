@@ -143,6 +143,7 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     fault: Fault | None = None
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache; with the first delta
+    queued_s: float = 0.0  # waited until its prompt was taken up; with the first delta
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -164,6 +165,8 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     hits: int
     last_used_s: float  # monotonic age in seconds since last use; -1: never
     detail: str = ""  # the reason where tier is failed
+    load_s: float = 0.0  # its last reading into host memory took so long; 0: none yet
+    copy_s: float = 0.0  # its last way to the device, until steps could use it
 
 
 class AdapterEvent(msgspec.Struct, frozen=True, tag="adapter"):

@@ -398,6 +398,7 @@ class Scheduler:
         sequence.prompt_logprobs = []
         if not sequence.has_answered:
             sequence.cached_tokens = min(cached, sequence.prompt_len)
+            sequence.queued_s += self._now() - sequence.waiting_since
         self._start(sequence)
         return True
 

@@ -42,6 +42,7 @@ class Sequence:
     adapter: AdapterRef | None = None
     lease: Lease | None = None  # None: the base model, slot 0
     waiting_since: float = 0.0
+    queued_s: float = 0.0  # waited until its prompt was taken up, its adapter's load included
     status: Status = Status.WAITING
     slot: int = 0
     num_computed: int = 0  # tokens whose K and V the launched steps write

@@ -18,6 +18,7 @@ from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import fault_error, unavailable
 from multilora_cli.server.listing import adapter_row, listing, status_of
+from multilora_cli.server.movements import Movements
 from multilora_cli.server.names import NameLimits, Names
 from multilora_cli.server.protocol import duration, model_not_found
 from multilora_cli.server.threads import Threads
@@ -46,6 +47,8 @@ class Adapters:
         self.changes = changes or RuntimeChanges(ServedFleet())
         self.client = client
         self.config = config
+        self.movements = Movements()
+        client.on_adapter.append(self.movements.told)
         self._threads = Threads(_THREADS)
         self._fetching = Threads(_THREADS)  # a slow origin delays no reading of what is here
         limits = NameLimits(known=config.max_resolved, wait_s=config.limits.load_s)
@@ -135,21 +138,27 @@ class Adapters:
         except RequestError:
             self.background(self._free_later(digest))
             return None  # draining goes on in the engine, or the engine is gone and holds nothing
-        self.registry.release(digest)
+        self._gone(digest, reply)
         return reply
 
     async def _free_later(self, digest: str) -> None:
         """Its folder is not read any more once the requests that hold it have ended."""
         while not self.registry.holds(digest):
             try:
-                await self.client.forget(digest, self.config.limits.request_s)
+                reply = await self.client.forget(digest, self.config.limits.request_s)
             except RequestError:
                 if self.client.state in ("draining", "stopped"):
                     return
                 await asyncio.sleep(_DRAIN_WAIT_S)
             else:
-                self.registry.release(digest)
+                self._gone(digest, reply)
                 return
+
+    def _gone(self, digest: str, reply: Reply) -> None:
+        """Nothing of it is held or read any more."""
+        self.registry.release(digest)
+        self.movements.sent_away("retired", reply)
+        self.movements.forget(digest)
 
     async def verify(self, candidate: Candidate, pin: Pin | None = None) -> None:
         """Let the engine read every byte of a version that nobody is served with yet.
@@ -300,6 +309,7 @@ class Adapters:
             )
             if reply.fault is not None:
                 raise fault_error(reply.fault)
+            self.movements.sent_away("operator", reply)
             if body.unpin:
                 await self.keep(name, None, self.declared_ttl(name))
         row = self._moved(name, reply, counts)
@@ -393,16 +403,22 @@ class Adapters:
 
     # ---- what is shown
 
-    def digests(self) -> dict[str, str]:
-        """Digest to name, of what has a digest."""
-        return {e.digest: e.name for e in self.registry.entries() if e.digest is not None}
+    def by_digest(self) -> dict[str, AdapterEntry]:
+        """The entries whose digest is known."""
+        return {e.digest: e for e in self.registry.entries() if e.digest is not None}
 
     def listing(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Every adapter with tier, pages and use; `counts` are its requests so far."""
+        """Every adapter with tier, pages and use; `counts` are its requests so far.
+
+        `max_adapters` may run in one step, of at most `max_rank`; host memory holds `max_bytes`.
+        """
         entries = self.registry.entries()
         rows = [self._row(entry, counts) for entry in entries]
         return {
             **listing(rows, entries, self.client.statuses),
+            "max_adapters": self.config.max_loras,
+            "max_rank": self.registry.base.max_rank,
+            "max_bytes": self.config.host_adapter_bytes,
             "patterns": [
                 {"pattern": pattern.pattern, "source": pattern.source}
                 for pattern in self.names.patterns

@@ -38,7 +38,7 @@ from multilora_cli.server.contract import unavailable
 from multilora_cli.server.docs import docs_page, openapi_document
 from multilora_cli.server.fleet_apply import FleetApply
 from multilora_cli.server.guard import Guard
-from multilora_cli.server.metrics import CONTENT_TYPE, EngineView, Metrics
+from multilora_cli.server.metrics import CONTENT_TYPE, Metrics
 from multilora_cli.server.prepare import Admitted, Texts, check_stream_options
 from multilora_cli.server.protocol import (
     check_ids,
@@ -57,6 +57,7 @@ from multilora_cli.server.routing import (
     read_body,
 )
 from multilora_cli.server.run import Job, Run
+from multilora_cli.server.scrape import EngineView
 from multilora_cli.server.sse import EventStream, whole_reply
 from multilora_cli.server.texts import AdapterTexts
 from multilora_cli.server.upkeep import Upkeep
@@ -81,14 +82,15 @@ class Front:
         self.client = client
         self.texts = AdapterTexts(config)
         self.metrics = Metrics(config.base_name, config.limits.named_adapters)
+        self.traffic = self.metrics.traffic
         self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
         self.adapters = Adapters(registry, client, config, changes)
         self.fleet = FleetApply(self.adapters)
-        self.adapters.on_unload.append(self.metrics.adapters.forget)
+        self.adapters.on_unload.append(self.traffic.adapters.forget)
         self.adapters.on_retired.append(self._retire_texts)
         self.recorder = None if config.record is None else TraceRecorder(config.record)
         if self.recorder is not None:
-            self.metrics.on_ended.append(self.recorder.ended)
+            self.traffic.on_ended.append(self.recorder.ended)
         self.created = int(time.time())
         self._large_bodies = 0
         client.on_ready.append(lambda _: self.adapters.background(self.adapters.load_pinned()))
@@ -178,8 +180,9 @@ class Front:
             base_name=self.config.base_name,
             max_loras=self.config.max_loras,
             snapshot=self.client.snapshot,
-            names=self.adapters.digests(),
+            entries=self.adapters.by_digest(),
             statuses=self.client.statuses,
+            movements=self.adapters.movements,
             up=self.client.state == "ready",
             restarts=self.client.restarts,
         )
@@ -276,9 +279,8 @@ class Routes:
         """GET /v1/lora_adapters"""
         front = self._front
         await front.client.query()
-        table = front.metrics.adapters
-        listing = front.adapters.listing(table.traffic)
-        return json_response({**listing, "traffic": front.metrics.tiers.summary()})
+        listing = front.adapters.listing(front.traffic.adapters.traffic)
+        return json_response({**listing, "traffic": front.traffic.tiers.summary()})
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""
@@ -299,14 +301,14 @@ class Routes:
         """POST /v1/adapters/{name}/warm"""
         body = await self._front.read(request, WarmBody)
         name = str(request.path_params["name"])
-        counts = self._front.metrics.adapters.traffic
+        counts = self._front.traffic.adapters.traffic
         return json_response(await self._front.adapters.warm(name, body, counts))
 
     async def evict(self, request: Request) -> Response:
         """POST /v1/adapters/{name}/evict"""
         body = await self._front.read(request, EvictBody)
         name = str(request.path_params["name"])
-        counts = self._front.metrics.adapters.traffic
+        counts = self._front.traffic.adapters.traffic
         return json_response(await self._front.adapters.evict(name, body, counts))
 
     async def fleet(self, request: Request) -> Response:

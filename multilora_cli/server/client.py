@@ -89,6 +89,7 @@ class EngineClient:
         self.statuses: dict[str, AdapterStatus] = {}
         self.restarts = 0
         self.on_progress: list[Callable[[Progress], None]] = []
+        self.on_adapter: list[Callable[[AdapterStatus], None]] = []  # it changed its tier
         self.on_ready: list[Callable[[Ready], None]] = []
 
     def start(self) -> None:
@@ -243,6 +244,8 @@ class EngineClient:
                 future.set_result(message)
         elif isinstance(message, AdapterEvent):
             self.statuses[message.status.digest] = message.status
+            for moved in self.on_adapter:
+                moved(message.status)
         elif isinstance(message, Progress):
             for progress in self.on_progress:
                 progress(message)

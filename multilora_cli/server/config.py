@@ -45,6 +45,7 @@ class ServerConfig:
     admin_key: str | None = field(default=None, repr=False)
     max_resolved: int = 10_000  # names of patterns known at a time
     max_loras: int = 64  # adapters in one step, as metrics tell routers
+    host_adapter_bytes: int = 8 * 2**30  # of adapters in host memory
     allowed_hosts: tuple[str, ...] = ()  # Host names beside the loopback ones
     weights: Mapping[str, float] = field(default_factory=dict)  # by tenant or adapter name
     drain_s: float = 30.0

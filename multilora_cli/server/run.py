@@ -63,6 +63,7 @@ class Run:
         self.choices = [Choice(index, job.tokenizer, job.rules) for index in range(count)]
         adapter = job.frame.adapter
         self._meter = metrics.meter(adapter.name if adapter else None, job.prompt_tokens)
+        self._metrics = metrics
         self._outcome = "abort"
         self._ticket: Ticket | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -151,7 +152,8 @@ class Run:
                 pass
         if all(choice.ending.finish_reason for choice in self.choices):
             self._outcome = str(self.choices[0].ending.finish_reason)
-        self._meter.finished(self._outcome)
+        self._metrics.ended(self._outcome)
+        self._meter.ended()
 
     def _step(self, ticket: Ticket, delta: Delta) -> Step | None:
         choice = self.choices[ticket.place(delta) * self.job.n + delta.index]
@@ -163,6 +165,8 @@ class Run:
             raise internal_error()  # nobody here asked for it, and there is no fault to show
         if delta.cached_tokens and delta.index == 0:
             self.usage.cached_tokens += delta.cached_tokens
+        if delta.queued_s:
+            self._meter.queued(delta.queued_s)
         before = choice.num_tokens
         growth = choice.add(delta)
         added = choice.num_tokens - before

@@ -89,6 +89,7 @@ class Upkeep:
                 )
                 if reply.fault is not None:
                     raise RequestError(reply.fault.message)
+                adapters.movements.sent_away("ttl", reply)
                 if reply.status is not None:
                     adapters.client.statuses[entry.digest] = reply.status
             await self._unkeep(entry)

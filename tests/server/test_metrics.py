@@ -2,10 +2,14 @@
 
 import asyncio
 import re
+import time
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from multilora_cli.server.metrics import AdapterTable
+from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest
+from multilora_cli.engine.messages import AdapterEvent, AdapterStatus
+from multilora_cli.server.traffic import AdapterTable, RequestMeter, Traffic
 from tests.fakes import Behaviour
 from tests.server.conftest import InProcess
 
@@ -83,6 +87,97 @@ async def _lora_info(folder) -> None:
 
 def test_lora_requests_info_is_vllms(tmp_path):
     asyncio.run(_lora_info(tmp_path))
+
+
+async def _loading(folder) -> None:
+    async with InProcess(folder, max_loras=7) as app:
+        body = BODY_HI | {"max_tokens": 4}
+        for model in ("upper", "upper", "demo"):
+            await app.http.post("/v1/chat/completions", json=body | {"model": model})
+        warmed = {"hot": True, "pin": True}
+        await app.http.post("/v1/adapters/acme/legal/warm", json=warmed)
+        await app.http.post("/v1/adapters/upper/evict", json={"cold": True})
+        await app.http.post("/v1/adapters/upper/evict", json={"cold": True})  # nothing to free
+        digest = app.registry.get("upper").digest
+        for tier in ("stored", "warm", "hot", "warm", "hot"):
+            status = AdapterStatus(digest, tier, 3, 9, 0, False, 1, 1, 0.0, "", 0.2, 0.004)
+            app.client._receive(AdapterEvent(status))
+        app.client.query = lambda *_: asyncio.sleep(0)  # the fake engine knows nothing of these
+        found = samples((await app.http.get("/metrics")).text)
+        assert value(found, "mlora_adapter_cold_starts_total", adapter="upper") == 1
+        assert value(found, "mlora_adapter_itl_seconds_count", adapter="upper") == 6
+        assert value(found, "mlora_adapter_load_seconds_count", hop="stored_warm") == 1
+        assert value(found, "mlora_adapter_load_seconds_sum", hop="stored_warm") == 0.2
+        assert value(found, "mlora_adapter_load_seconds_count", hop="warm_hot") == 3
+        assert value(found, "vllm:lora_adapter_load_seconds_count") == 1
+        assert value(found, "mlora_adapter_evictions_total", reason="operator") == 1
+        assert value(found, "mlora_adapter_evictions_total", reason="room") == 0
+        assert value(found, "mlora_adapter_tier", adapter="upper") == 2
+        loaded = {"adapter_name": "acme/legal", "level": "gpu", "pinned": "true", "rank": "4"}
+        assert value(found, "vllm:lora_adapter_loaded", **loaded) == 1
+        assert value(found, "vllm:num_gpu_loaded_lora_adapters", model_name="demo") == 2
+        assert value(found, "vllm:num_cpu_loaded_lora_adapters", model_name="demo") == 0
+        assert value(found, "vllm:max_gpu_lora_adapters", model_name="demo") == 7
+        for name in ("queue", "prefill", "decode", "inference"):
+            assert value(found, f"vllm:request_{name}_time_seconds_count", engine="0") == 3
+        assert value(found, "vllm:request_prompt_tokens_sum", engine="0") == 60
+        assert value(found, "vllm:request_generation_tokens_sum", engine="0") == 12
+        assert value(found, "vllm:request_time_per_output_token_seconds_count", engine="0") == 3
+
+
+def test_where_adapters_are_and_what_it_took(tmp_path):
+    """API 3.5: the names that are proposed for vLLM, and our own by adapter, hop and reason."""
+    asyncio.run(_loading(tmp_path))
+
+
+def test_times_of_a_request_add_up(monkeypatch):
+    """Queue, prefill and decode are parts of one request: they sum to its time."""
+    clock = iter((10.0, 14.0, 16.0, 19.0, 19.5))  # came, first token, two more, last, ended
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    traffic = Traffic(4)
+    meter = RequestMeter(traffic, "a", 30)
+    meter.queued(1.5)
+    for count in (1, 2, 1):
+        meter.tokens(count)
+    meter.ended()
+    totals = {name: buckets.total for name, buckets in traffic.times.by_name.items()}
+    assert totals == {
+        "time_to_first_token_seconds": 4.0,
+        "inter_token_latency_seconds": 4.0,
+        "e2e_request_latency_seconds": 9.5,
+        "request_queue_time_seconds": 1.5,
+        "request_prefill_time_seconds": 2.5,
+        "request_decode_time_seconds": 5.0,
+        "request_inference_time_seconds": 7.5,
+        "request_time_per_output_token_seconds": pytest.approx(5 / 3),
+        "request_prompt_tokens": 30,
+        "request_generation_tokens": 4,
+    }
+    assert traffic.adapters.named["a"].queue_s == 1.5
+
+
+async def _many_names(folder) -> int:
+    async with InProcess(folder, names=()) as app:
+        for index in range(2000):
+            name = f"tenant-{index}/adapter"
+            status = AdapterStatus(f"{index:064x}", "hot", 3, 9, 0, True, 1, 1, 0.0)
+            app.registry._entries.put(
+                AdapterEntry(AdapterRequest(name, "x"), "", index, 0.0, digest=status.digest)
+            )
+            app.client.statuses[status.digest] = status
+            app.front.metrics.meter(name, 5).tokens(2)
+        app.client.query = lambda *_: asyncio.sleep(0)
+        for index in range(300):
+            body = BODY_HI | {"model": f"invented-{index}"}
+            assert (await app.http.post("/v1/chat/completions", json=body)).status_code == 404
+        text = await _scrape(app)
+        assert "invented" not in text
+        return len([line for line in text.splitlines() if not line.startswith("#")])
+
+
+def test_g23_series_are_few_however_many_adapters_and_names(tmp_path):
+    """2,000 adapters, all pinned and asked for, and invented names: at most 5,000 series."""
+    assert 2000 < asyncio.run(_many_names(tmp_path)) <= 5000
 
 
 def test_series_are_bounded_and_only_grow():

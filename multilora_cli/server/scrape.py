@@ -1,0 +1,216 @@
+"""The series that are computed when they are read: the engine's state, and what requests cost."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from multilora_cli.adapters.entry import AdapterEntry
+from multilora_cli.engine.messages import AdapterStatus, Snapshot
+from multilora_cli.server.movements import Movements
+from multilora_cli.server.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What a scrape shows of the engine."""
+
+    base_name: str
+    max_loras: int
+    snapshot: Snapshot | None
+    entries: Mapping[str, AdapterEntry]  # by digest
+    statuses: Mapping[str, AdapterStatus]
+    movements: Movements
+    up: bool
+    restarts: int
+
+
+class Scrape(Collector):
+    """Series that are computed when they are read."""
+
+    def __init__(self, traffic: Traffic, view: EngineView) -> None:
+        self._traffic = traffic
+        self._view = view
+        self._labels = {"model_name": view.base_name, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client: the families of this scrape."""
+        yield _gauge("mlora_engine_up", "1 while the engine serves.", float(self._view.up))
+        restarts = self._view.restarts
+        yield CounterMetricFamily("mlora_engine_restarts", "Restarts of the engine.", restarts)
+        traffic, labels = self._traffic, self._labels
+        yield from traffic.times.collect(labels)
+        yield _counter("vllm:prompt_tokens", traffic.prompt_tokens, labels, "Prompt tokens.")
+        yield _counter(
+            "vllm:generation_tokens", traffic.generation_tokens, labels, "Generated tokens."
+        )
+        yield from self._engine()
+        yield from traffic.adapters.collect()
+        yield from traffic.tiers.collect()
+        yield from self._residency()
+        yield from self._loaded()
+        snapshot = self._view.snapshot
+        evictions = snapshot.counters.get("adapter_evictions", 0) if snapshot is not None else 0
+        yield from self._view.movements.collect(evictions)
+
+    def _engine(self) -> Iterator[Metric]:
+        snapshot = self._view.snapshot
+        if snapshot is None:
+            return
+        yield self._lora_info(snapshot)
+        yield from self._waits(snapshot)
+        labels = self._labels
+        used = 1 - snapshot.pages_free / max(snapshot.pages_total, 1)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences in the batch.", snapshot.running),
+            ("vllm:num_requests_waiting", "Sequences that wait.", snapshot.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the pool in use.", used),
+        ):
+            yield _gauge(name, text, value, labels)
+        for name, pages in (
+            ("total", snapshot.pages_total),
+            ("free", snapshot.pages_free),
+            ("kv", snapshot.pages_kv),
+            ("cached", snapshot.pages_cached),
+            ("adapters", snapshot.pages_adapters),
+        ):
+            yield _gauge(f"mlora_pages_{name}", "Pages of the pool.", pages)
+        for name, value in sorted(snapshot.counters.items()):
+            if name.endswith("_s"):
+                yield _gauge(f"mlora_engine_{name}econds", "Of the engine.", value)
+            else:
+                own = f"mlora_engine_{name}"
+                yield _counter(_VLLM.get(name, own), value, labels if name in _VLLM else None)
+
+    def _waits(self, snapshot: Snapshot) -> Iterator[Metric]:
+        """What sequences wait for, and how long they have in all."""
+        waiting = GaugeMetricFamily(
+            "mlora_waiting_sequences", "Sequences by what they wait for.", labels=("reason",)
+        )
+        seconds = CounterMetricFamily(
+            "mlora_wait_seconds", "Seconds waited, by what for.", labels=("reason",)
+        )
+        for reason, waited_s in snapshot.wait_seconds.items():
+            waiting.add_metric((reason,), snapshot.waits.get(reason, 0))
+            seconds.add_metric((reason,), waited_s)
+        yield waiting
+        yield seconds
+
+    def _lora_info(self, snapshot: Snapshot) -> Metric:
+        """vLLM's one LoRA metric, letter for letter: routers parse its labels."""
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Running stats on lora requests.",
+            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        )
+        family.add_metric(
+            (
+                str(self._view.max_loras),
+                self._names(snapshot.waiting_adapters),
+                self._names(snapshot.running_adapters),
+            ),
+            time.time(),
+        )
+        return family
+
+    def _names(self, digests: Iterable[str]) -> str:
+        """Names joined by commas; of a version that is served no more, the digest's beginning."""
+        entries = self._view.entries
+        return ",".join(entries[d].name if d in entries else d[:12] for d in sorted(digests))
+
+    def _named(self) -> dict[str, AdapterStatus]:
+        """Status by name, of those with series of their own."""
+        named, rows = self._traffic.adapters.named, {}
+        for digest, status in self._view.statuses.items():
+            entry = self._view.entries.get(digest)
+            if entry is not None and entry.name in named:
+                rows[entry.name] = status
+        return rows
+
+    def _residency(self) -> Iterator[Metric]:
+        """How many adapters are where, and what each of the busiest holds."""
+        statuses, rows = self._view.statuses.values(), self._named()
+        tiers: Counter[str] = Counter(status.tier for status in statuses)
+        family = GaugeMetricFamily("mlora_adapters", "Adapters by tier.", labels=("tier",))
+        for tier in sorted({*tiers, *_RANKED}):
+            family.add_metric((tier,), tiers[tier])
+        yield family
+        family = GaugeMetricFamily(
+            "mlora_adapter_tier", "0: on disk, 1: in host memory, 2: hot.", labels=("adapter",)
+        )
+        for adapter, status in rows.items():
+            if status.tier in _RANKED:
+                family.add_metric((adapter,), _RANKED.index(status.tier))
+        yield family
+        for name, text in (
+            ("pages", "Pages on the device."),
+            ("host_bytes", "Bytes of the warm image."),
+            ("references", "Sequences that use it."),
+        ):
+            family = GaugeMetricFamily(f"mlora_adapter_{name}", text, labels=("adapter",))
+            for adapter, status in rows.items():
+                family.add_metric((adapter,), getattr(status, name))
+            yield family
+        loads = CounterMetricFamily(
+            "mlora_adapter_loads", "Times it was loaded.", labels=("adapter",)
+        )
+        for adapter, status in rows.items():
+            loads.add_metric((adapter,), status.loads)
+        yield loads
+
+    def _loaded(self) -> Iterator[Metric]:
+        """The names that are proposed for vLLM: pull requests 45411, 51433, 54830."""
+        counts = {"gpu": 0, "cpu": 0}
+        loaded = GaugeMetricFamily(
+            "vllm:lora_adapter_loaded",
+            "1 for each loaded adapter, of the busiest and of pinned ones.",
+            labels=("adapter_name", "level", "pinned", "rank"),
+        )
+        table = self._traffic.adapters
+        room = table.limit - len(table.named)  # for pinned ones that nobody asked for yet
+        for digest, status in self._view.statuses.items():
+            level = _LEVELS.get(status.tier)
+            if level is None:
+                continue
+            counts[level] += 1
+            entry = self._view.entries.get(digest)
+            if entry is None:
+                continue
+            is_named = entry.name in table.named
+            if is_named or (status.pinned and room > 0):
+                room -= not is_named
+                pinned = str(status.pinned).lower()
+                loaded.add_metric((entry.name, level, pinned, str(entry.rank)), 1)
+        yield loaded
+        for name, text, value in (
+            ("num_gpu_loaded_lora_adapters", "Adapters on the device.", counts["gpu"]),
+            ("num_cpu_loaded_lora_adapters", "Adapters in host memory only.", counts["cpu"]),
+            ("max_gpu_lora_adapters", "Adapters that fit in one step.", self._view.max_loras),
+        ):
+            yield _gauge(f"vllm:{name}", text, value, self._labels)
+
+
+_RANKED = ("stored", "warm", "hot")
+_LEVELS = {"hot": "gpu", "warm": "cpu"}
+_VLLM = {
+    "preemptions": "vllm:num_preemptions",
+    "cached_tokens": "vllm:prefix_cache_hits",  # vLLM counts both in tokens
+    "prompt_tokens": "vllm:prefix_cache_queries",
+}
+
+
+def _counter(
+    name: str, value: float, labels: Mapping[str, str] | None, text: str = "Of the engine."
+) -> Metric:
+    family = CounterMetricFamily(name, text, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
+
+
+def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
