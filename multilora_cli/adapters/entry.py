@@ -89,6 +89,7 @@ class AdapterEntry:
     num_bytes: int = 0  # of all factors in the compute dtype, nothing padded
     base_model_name: str | None = None
     notes: tuple[str, ...] = ()
+    revision: str | None = None  # a remote one's: commit, or a digest over its object versions
     state: Literal["ready", "failed"] = "ready"
     detail: str = ""  # why it failed
     failed_at: float = 0.0

@@ -375,6 +375,7 @@ class Registry:
             num_bytes=shape.num_bytes(self.base.itemsize),
             base_model_name=shape.base_model_name,
             notes=(*self._notes_on(adapter), *shape.notes),
+            revision=self._store.revision_of(adapter.folder),
         )
 
     def _notes_on(self, adapter: Survey) -> tuple[str, ...]:

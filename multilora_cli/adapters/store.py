@@ -236,6 +236,11 @@ class DiskStore:
         why = self._stale.get(folder)
         return (f"stale: {why}",) if why else ()
 
+    def revision_of(self, folder: Path) -> str | None:
+        """What the entry in `folder` was fetched as: a commit, or a digest of object versions."""
+        found = _read_json_object(folder / _MANIFEST).get("revision")
+        return found if isinstance(found, str) else None
+
     # ---- room
 
     def release(self, digest: str) -> None:
@@ -412,6 +417,12 @@ class StoreOpener:
             if self.opened is None:
                 self.opened = self._open()
             return self.opened
+
+    def revision_of(self, folder: Path) -> str | None:
+        """As the store's; None for a folder that is none of its entries."""
+        store = self.opened
+        ours = store is not None and folder.parent == store.root / "entries"
+        return store.revision_of(folder) if store is not None and ours else None
 
 
 def _key(source: str) -> str:

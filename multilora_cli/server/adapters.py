@@ -54,6 +54,7 @@ class Adapters:
         limits = NameLimits(known=config.max_resolved, wait_s=config.limits.load_s)
         self.names = Names(registry, self._fetching, self.changes.fleet.patterns, limits)
         self.names.make_room = self._forget_idle
+        self.names.fetched = self.movements.fetched
         # One call a name at a time; a lock lives as long as somebody holds or awaits it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[Any]] = set()

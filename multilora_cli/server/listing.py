@@ -34,7 +34,7 @@ def adapter_row(
         "bytes": entry.num_bytes,
         "source": entry.source,
         "via": entry.request.via,
-        "revision": None,
+        "revision": entry.revision,
         "digest": f"sha256:{entry.digest}" if entry.digest else None,
         "tokenizer": "adapter" if entry.request.uses_own_tokenizer else "base",
         "chat_template": entry.request.template_file

@@ -61,6 +61,7 @@ class Names:
         self._misses: OrderedDict[str, _Miss] = OrderedDict()
         self._searches: dict[str, asyncio.Task[AdapterEntry]] = {}
         self._used: dict[str, float] = {}  # monotonic, by name
+        self.fetched: Callable[[float], None] = lambda seconds: None  # one came from its origin
         self.make_room: Callable[[], Awaitable[bool]] = _no_room  # forget idle resolved names
 
     async def find(self, name: str) -> AdapterEntry:
@@ -137,6 +138,7 @@ class Names:
         request = AdapterRequest(
             name, source, priority=pattern.priority, ttl=pattern.ttl, via="pattern"
         )
+        began_s = time.monotonic()
         try:
             done = await self._threads.run(self._register, request, pattern)
         except AdapterError as error:
@@ -146,6 +148,8 @@ class Names:
             raise self._cannot(name, error) from None
         except MloraError as error:
             raise self._cannot(name, error) from None
+        if not pattern.is_local:
+            self.fetched(time.monotonic() - began_s)
         self.touch(name)
         return done
 

@@ -123,6 +123,14 @@ def test_bad_calls(http, server, path, body, status):
     assert set(names(http)) == {"demo", "upper", "acme/legal"}
 
 
+def test_the_listing_tells_its_limits(http, server):
+    """API 2.4: what may run in a step, of which rank, and how much host memory holds."""
+    listing = http.get("/v1/lora_adapters").json()
+    limits = [listing[f"max_{name}"] for name in ("adapters", "rank", "bytes")]
+    assert limits == [server.config.max_loras, 512, server.config.host_adapter_bytes]
+    assert {row["revision"] for row in listing["data"]} == {None}  # of local folders
+
+
 def test_what_is_not_there_is_404(http, server):
     """API 2.1: no folder, or none with an adapter in it, is vLLM's NotFoundError; what is there
     and cannot be served is 400."""

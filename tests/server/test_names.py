@@ -19,6 +19,7 @@ from multilora_cli.server.names import NameLimits, Names
 from multilora_cli.server.threads import Threads
 from tests.adapters import fault_origin as faults
 from tests.adapters.fault_origin import FaultOrigin
+from tests.server.test_metrics import samples, value
 from tests.fakes import tiny_geometry, write_adapter
 from tests.server.conftest import InProcess
 
@@ -83,13 +84,19 @@ def test_resolved_when_asked_for(tmp_path: Path, origin: FaultOrigin) -> None:
             row = (await rows(app))["acme/legal"]
             assert (row["via"], row["source"]) == ("pattern", "s3://adapters/acme/legal/")
             assert row["rank"] == 4 and row["digest"] and row["tier"] == "hot"
+            assert row[
+                "revision"
+            ]  # what was fetched, so that it can be told from what is there now
+            found = samples((await app.http.get("/metrics")).text)
+            assert value(found, "mlora_adapter_load_seconds_count", hop="source_stored") == 1
             listed = (await app.http.get("/v1/lora_adapters")).json()
             assert listed["patterns"] == [{"pattern": BUCKET.pattern, "source": BUCKET.source}]
             body = {"lora_name": "acme/legal"}
             assert (await app.http.post("/v1/unload_lora_adapter", json=body)).status_code == 200
             origin.put_objects("adapters/acme/legal/", write_adapter(tmp_path / "v2", seed=9))
             assert (await ask(app, "acme/legal"))[0] == 200  # found again, in its new version
-            assert (await rows(app))["acme/legal"]["digest"] != row["digest"]
+            again = (await rows(app))["acme/legal"]
+            assert again["digest"] != row["digest"] and again["revision"] != row["revision"]
 
     asyncio.run(run())
 
