@@ -13,6 +13,7 @@ MloraError                  one line for people, an optional hint, an exit code
 """
 
 import os
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -84,6 +85,7 @@ class RequestError(BadInput):
         self.param = param
         self.kind = kind
         self.retry_after_s = retry_after_s
+        self.headers: Mapping[str, str] = {}  # more that the reply is to have
 
 
 class Unreachable(MloraError):

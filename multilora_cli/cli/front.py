@@ -9,8 +9,7 @@ def check_front(loaded: LoadedFleet, *, elsewhere: bool = False) -> list[str]:
     """Address and keys, as the server checks them; a key that cannot be had here is a fault here
     and a note elsewhere. Raises BadInput, FleetError."""
     server, notes = loaded.fleet.server, []
-    references = {*server.api_keys, *([server.admin_key] if server.admin_key else [])}
-    for reference in sorted(references):
+    for reference in server.secrets:
         try:
             resolve_secret(reference, loaded.folder)
         except FleetError as error:
@@ -23,7 +22,9 @@ def check_front(loaded: LoadedFleet, *, elsewhere: bool = False) -> list[str]:
         vocab_size=1,
         host=server.host,
         port=server.port,
-        api_keys=server.api_keys,  # their names: whether there are any is what counts
+        api_keys=tuple(
+            each.key for each in server.keys
+        ),  # their names: whether there are any is what counts
         admin_key=server.admin_key,
     )
     return notes

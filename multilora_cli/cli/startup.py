@@ -21,11 +21,11 @@ from multilora_cli.fleet.declared import (
     declared_settings,
 )
 from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
-from multilora_cli.fleet.schema import Limits
+from multilora_cli.fleet.schema import Fleet
 from multilora_cli.fleet.statefile import StateFile, state_path
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.progress import Report, silent
-from multilora_cli.server.auth import tenant_of
+from multilora_cli.server.auth import grant_of, key_id
 from multilora_cli.server.changes import (
     RuntimeChanges,
     ServedFleet,
@@ -213,8 +213,8 @@ def _server_config(
     loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, engine: EngineConfig
 ) -> ServerConfig:
     server = loaded.fleet.server
-    references = {*server.api_keys, *([server.admin_key] if server.admin_key else [])}
-    secrets = {reference: _secret(reference, loaded) for reference in sorted(references)}
+    secrets = {reference: _secret(reference, loaded) for reference in server.secrets}
+    grants = {key_id(secrets[each.key]): grant_of(each, secrets[each.key]) for each in server.keys}
     return ServerConfig(
         base_name=loaded.fleet.base.served_name,
         base_path=folder,
@@ -226,17 +226,24 @@ def _server_config(
         eos_token_ids=geometry.eos_token_ids,
         host=server.host,
         port=server.port,
-        api_keys=tuple(secrets[key] for key in server.api_keys),
+        api_keys=tuple(secrets[each.key] for each in server.keys),
+        grants=grants,
         admin_key=secrets[server.admin_key] if server.admin_key else None,
-        weights=_weights(loaded.fleet.limits, secrets),
+        weights=_weights(loaded.fleet, secrets),
     )
 
 
-def _weights(limits: Limits, secrets: Mapping[str, str]) -> Mapping[str, float]:
+def _weights(fleet: Fleet, secrets: Mapping[str, str]) -> Mapping[str, float]:
     """By what requests are known by: the tenant that a key stands for, or the adapter's name."""
-    if limits.fairness == "tenant":
-        return {tenant_of(secrets[key]): weight for key, weight in limits.weights.items()}
-    return limits.weights
+    weights = fleet.limits.weights
+    if fleet.limits.fairness != "tenant":
+        return weights
+    return {
+        grant_of(each, secrets[each.key]).tenant: weights[name]
+        for each in fleet.server.keys
+        for name in (each.key, each.tenant)
+        if name in weights
+    }
 
 
 def engine_config(

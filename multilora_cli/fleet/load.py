@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from multilora_cli.errors import FleetError
-from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern, Fleet
+from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern, ApiKey, Fleet
 from multilora_cli.fleet.yaml import Document, KeyPath, read_yaml, scalar
 
 DEFAULT_FILES = ("fleet.yaml", "fleet.example.yaml")
@@ -172,6 +172,8 @@ def _plain_path(loc: tuple[str | int, ...]) -> KeyPath:
     path = list(loc)
     if len(path) > 2 and path[0] == "adapters" and path[2] in ("name", "folder", "pattern"):
         del path[2]
+    if len(path) > 3 and path[1] == "api_keys" and path[3] in ("key", "secret"):
+        del path[3]
     return tuple(path)
 
 
@@ -179,6 +181,8 @@ def _known_keys(path: KeyPath) -> list[str]:
     if len(path) >= 3 and path[0] == "adapters":
         kinds = (Adapter, AdapterFolder, AdapterPattern)
         return sorted({key for kind in kinds for key in kind.model_fields})
+    if path[:2] == ("server", "api_keys"):
+        return list(ApiKey.model_fields)
     model: type[BaseModel] = Fleet
     for key in path[:-1]:
         field = model.model_fields.get(str(key))

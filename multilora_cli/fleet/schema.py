@@ -86,6 +86,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1
 
 
 TemplateOwner = Annotated[Text, AfterValidator(_template)]
+ModelGlob = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*?/-]{1,300}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100, strict=False)]
 
 
@@ -156,7 +157,7 @@ class Limits(Part):
     weights: dict[Text, Weight] = Field(
         default={},
         max_length=MAX_ADAPTERS,
-        description="turns of an api key (as server.api_keys names it) or adapter; 1 if not named",
+        description="turns of a tenant, key (as in server.api_keys) or adapter; 1 if not named",
     )
     max_resolved: int = Field(
         default=10_000, ge=1, le=MAX_ADAPTERS, description="names of patterns known at a time"
@@ -231,18 +232,83 @@ AdapterEntry = Annotated[
 ]
 
 
+class KeyLimits(Part):
+    """How much the holders of a key may ask for; null: any."""
+
+    max_requests: int | None = Field(default=None, ge=1, le=10**6, description="in flight at once")
+    requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, le=10**12, description="of prompts and answers together"
+    )
+
+
+class ApiKey(KeyLimits):
+    """A key, and what its holder may do."""
+
+    key: Secret
+    tenant: AdapterName | None = Field(
+        default=None,
+        description="whose key it is: its keys share turns, cached prefixes and limits",
+    )
+    models: tuple[ModelGlob, ...] = Field(
+        default=("*",),
+        min_length=1,
+        max_length=1000,
+        strict=False,
+        description="names and globs of what it may ask for; the base by its name",
+    )
+
+    @property
+    def limits(self) -> KeyLimits:
+        """Its limits alone."""
+        return KeyLimits(**{name: getattr(self, name) for name in KeyLimits.model_fields})
+
+
+def _key_kind(entry: Any) -> str:
+    return "key" if isinstance(entry, dict | ApiKey) else "secret"
+
+
+KeyEntry = Annotated[
+    Annotated[Secret, Tag("secret")] | Annotated[ApiKey, Tag("key")], Discriminator(_key_kind)
+]
+
+
 class Server(Part):
     """The HTTP front."""
 
     host: Text = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    api_keys: tuple[Secret, ...] = Field(default=(), max_length=10_000, strict=False)
+    api_keys: tuple[KeyEntry, ...] = Field(default=(), max_length=10_000, strict=False)
     admin_key: Secret | None = None
     adapter_roots: tuple[Text, ...] = Field(default=(), max_length=100, strict=False)
     state_file: Text | None = Field(
         default=None,
         description="where changes at run time are kept; default: beside the fleet file; or off",
     )
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """The keys, those that are no more than a secret included."""
+        return tuple(
+            entry if isinstance(entry, ApiKey) else ApiKey(key=entry) for entry in self.api_keys
+        )
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Where all keys are to be had, the admin's included, each once."""
+        admin = (self.admin_key,) if self.admin_key is not None else ()
+        return tuple(sorted({*(key.key for key in self.keys), *admin}))
+
+    @model_validator(mode="after")
+    def _tenants_agree(self) -> "Server":
+        limits: dict[str, KeyLimits] = {}
+        for index, key in enumerate(self.keys):
+            if key.tenant is not None and limits.setdefault(key.tenant, key.limits) != key.limits:
+                raise ValueError(
+                    f"api_keys.{index}: another key of {key.tenant!r} has other limits; they are"
+                    " the tenant's"
+                )
+        return self
 
 
 class Verify(Part):
@@ -297,14 +363,15 @@ class Fleet(Part):
     def _weights_are_used(self) -> "Fleet":
         weights, fairness = self.limits.weights, self.limits.fairness
         if fairness == "tenant":
-            strangers = set(weights) - set(self.server.api_keys)
+            keys = self.server.keys
+            strangers = set(weights) - {key.key for key in keys} - {key.tenant for key in keys}
         else:
             strangers = {name for name in weights if not is_adapter_name(name)}
         if fairness == "none":
             strangers = set(weights)
         if strangers:
             expected = {
-                "tenant": "entries of server.api_keys",
+                "tenant": "keys or tenants of server.api_keys",
                 "adapter": "names of adapters",
                 "none": "no weights without fairness",
             }

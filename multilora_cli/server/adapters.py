@@ -408,15 +408,26 @@ class Adapters:
         """The entries whose digest is known."""
         return {e.digest: e for e in self.registry.entries() if e.digest is not None}
 
-    def listing(self, counts: Mapping[str, int]) -> dict[str, Any]:
-        """Every adapter with tier, pages and use; `counts` are its requests so far.
+    def listing(
+        self, counts: Mapping[str, int], allows: Callable[[str], bool] | None = None
+    ) -> dict[str, Any]:
+        """Adapters with tier, pages and use; `counts` are their requests so far.
 
-        `max_adapters` may run in one step, of at most `max_rank`; host memory holds `max_bytes`.
+        With `allows` only those that it is true for, and what the engine holds of them.
         """
-        entries = self.registry.entries()
+        known = self.registry.entries()
+        entries = [entry for entry in known if allows is None or allows(entry.name)]
         rows = [self._row(entry, counts) for entry in entries]
+        statuses = self.client.statuses
+        if allows is not None:
+            own = {entry.digest for entry in entries}
+            statuses = {digest: each for digest, each in statuses.items() if digest in own}
+        return listing(rows, entries, statuses)
+
+    def fleet_facts(self) -> dict[str, Any]:
+        """What the listing says of the fleet as a whole: `max_adapters` may run in one step, of at
+        most `max_rank`; host memory holds `max_bytes`."""
         return {
-            **listing(rows, entries, self.client.statuses),
             "max_adapters": self.config.max_loras,
             "max_rank": self.registry.base.max_rank,
             "max_bytes": self.config.host_adapter_bytes,

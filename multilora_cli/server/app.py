@@ -42,10 +42,12 @@ from multilora_cli.server.metrics import CONTENT_TYPE, Metrics
 from multilora_cli.server.prepare import Admitted, Texts, check_stream_options
 from multilora_cli.server.protocol import (
     check_ids,
+    model_not_found,
     parse_body,
     select_adapter,
     split_model,
 )
+from multilora_cli.server.quota import Quotas
 from multilora_cli.server.recorder import TraceRecorder
 from multilora_cli.server.routing import (
     RouteSpec,
@@ -83,6 +85,11 @@ class Front:
         self.texts = AdapterTexts(config)
         self.metrics = Metrics(config.base_name, config.limits.named_adapters)
         self.traffic = self.metrics.traffic
+        self.quotas = Quotas(
+            config.limits.max_sequences,
+            config.num_tenants,
+            num_shown=config.limits.named_tenants,
+        )
         self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
         self.adapters = Adapters(registry, client, config, changes)
         self.fleet = FleetApply(self.adapters)
@@ -161,7 +168,9 @@ class Front:
     async def answer(self, request: Request, job: Job, *, stream: bool) -> Response:
         """Admit a job and answer it, streamed or whole."""
         limits = self.config.limits
-        run = Run(job, self.metrics)
+        sequences = len(job.submits) * job.n
+        held = self.quotas.take(caller_of(request).grant, job.prompt_tokens, sequences)
+        run = Run(job, self.metrics, held)
         handed_on = False
         try:
             run.admit(self.client, request.receive, limits.request_s)
@@ -169,7 +178,7 @@ class Front:
             if stream:
                 handed_on = True
                 return EventStream(run, first, limits.write_stall_s)
-            return json_response(await whole_reply(run, first), job.frame.headers)
+            return json_response(await whole_reply(run, first), run.headers)
         finally:
             if not handed_on:
                 run.close()
@@ -183,6 +192,7 @@ class Front:
             entries=self.adapters.by_digest(),
             statuses=self.client.statuses,
             movements=self.adapters.movements,
+            quotas=self.quotas,
             up=self.client.state == "ready",
             restarts=self.client.restarts,
         )
@@ -255,6 +265,7 @@ class Routes:
             body = await front.parse(request, kind)
             check_stream_options(body)
             name = select_adapter(body, front.config.base_name)
+            self._check_allowed(request, name)
             entry = None if name is None else await front.adapters.resolve(name)
             front.client.check_admission()
             ref = None if entry is None else AdapterRef.of(entry)
@@ -263,23 +274,29 @@ class Routes:
             job = await front.in_thread(lambda: prepare(texts, body, admitted))
         return await front.answer(request, job, stream=body.stream is True)
 
-    async def models(self, _: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         """GET /v1/models"""
+        grant = caller_of(request).grant
         entries = self._front.adapters.registry.entries()
         servable = (entry for entry in entries if entry.state == "ready")
-        cards = [self._card(None), *map(self._card, servable)]
-        return json_response({"object": "list", "data": cards})
+        cards = map(self._card, (None, *servable))
+        allowed = [card for card in cards if grant.allows(card["id"])]
+        return json_response({"object": "list", "data": allowed})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model_id}"""
         model = str(request.path_params["model_id"])
-        return json_response(self._card(await self._entry(model)))
+        return json_response(self._card(await self._entry(request, model)))
 
-    async def lora_adapters(self, _: Request) -> Response:
+    async def lora_adapters(self, request: Request) -> Response:
         """GET /v1/lora_adapters"""
         front = self._front
         await front.client.query()
-        listing = front.adapters.listing(front.traffic.adapters.traffic)
+        grant = caller_of(request).grant
+        counts = front.traffic.adapters.traffic
+        if grant.is_limited:  # what the fleet as a whole does is not its concern
+            return json_response(front.adapters.listing(counts, grant.allows))
+        listing = front.adapters.listing(counts) | front.adapters.fleet_facts()
         return json_response({**listing, "traffic": front.traffic.tiers.summary()})
 
     async def load(self, request: Request) -> Response:
@@ -322,7 +339,7 @@ class Routes:
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, TokenizeBody)
-            entry = await self._entry(body.model)
+            entry = await self._entry(request, body.model)
             length = front.max_model_len
             texts = await front.texts_of(entry)
             ids = await front.in_thread(lambda: texts.tokenize(body, length))
@@ -341,7 +358,7 @@ class Routes:
         front = self._front
         with front.room_for(request):
             body = await front.parse(request, DetokenizeBody)
-            entry = await self._entry(body.model)
+            entry = await self._entry(request, body.model)
             ids = body.tokens
             if ids is None:
                 raise RequestError("tokens: required", param="tokens")
@@ -362,9 +379,16 @@ class Routes:
         client = self._front.client
         return self._state(client.state, client.state == "ready" and not client.stalled)
 
-    async def scrape(self, _: Request) -> Response:
+    async def scrape(self, request: Request) -> Response:
         """GET /metrics"""
         front = self._front
+        if caller_of(request).grant.is_limited:
+            raise RequestError(
+                "this key is limited to some models, and metrics are about all of them",
+                status=403,
+                code="permission_denied",
+                kind="permission_error",
+            )
         await front.client.query(0.5)
         return Response(front.metrics.render(front.view()), media_type=CONTENT_TYPE)
 
@@ -386,9 +410,16 @@ class Routes:
         response.status_code = 200 if good else 503
         return response
 
-    async def _entry(self, model: str | None) -> AdapterEntry | None:
+    def _check_allowed(self, request: Request, name: str | None) -> None:
+        """Raises the 404 of an unknown name where the caller may not ask for the adapter."""
+        model = name or self._front.config.base_name
+        if not caller_of(request).grant.allows(model):
+            raise model_not_found(model)
+
+    async def _entry(self, request: Request, model: str | None) -> AdapterEntry | None:
         """The adapter that a model names; None: the base. Raises RequestError 404."""
         name = split_model(model, self._front.config.base_name) if model is not None else None
+        self._check_allowed(request, name)
         return None if name is None else await self._front.adapters.names.find(name)
 
     def _card(self, entry: AdapterEntry | None) -> dict[str, Any]:
@@ -411,7 +442,7 @@ def create_app(front: Front) -> ASGIApp:
     """The whole application. Raises RuntimeError where a route has no policy."""
     config = front.config
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.keys = KeyRing(config.api_keys, config.admin_key)
+    app.state.keys = KeyRing(config.api_keys, config.admin_key, config.grants)
     app.state.front = front
     app.add_exception_handler(HTTPException, _http_error)
     add_routes(app, Routes(front).table())

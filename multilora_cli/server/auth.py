@@ -4,12 +4,15 @@ Keys are kept as SHA-256 and compared in constant time against every stored one.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from hmac import compare_digest
+from types import MappingProxyType
 
 from multilora_cli.errors import RequestError
+from multilora_cli.fleet.schema import ApiKey, KeyLimits
 
 Header = tuple[bytes, bytes]
 
@@ -23,18 +26,49 @@ class Policy(StrEnum):
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who sent a request: `tenant` separates prefix caches and metrics; empty without keys."""
+class Grant:
+    """What the holder of a key may do. `tenant` separates prefix caches, turns and limits."""
 
-    tenant: str = ""
+    tenant: str = ""  # empty without keys
+    name: str = ""  # of the tenant, where the fleet file gives it one
+    models: tuple[str, ...] = ("*",)
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is anything that it may not ask for."""
+        return "*" not in self.models
+
+    def allows(self, model: str) -> bool:
+        """Whether it may ask for an adapter, or for the base by its name."""
+        return any(fnmatchcase(model, glob) for glob in self.models)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request."""
+
+    grant: Grant = Grant()
     admin: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is."""
+        return self.grant.tenant
 
 
 class KeyRing:
     """The configured keys, as hashes."""
 
-    def __init__(self, api_keys: Sequence[str], admin_key: str | None) -> None:
+    def __init__(
+        self,
+        api_keys: Sequence[str],
+        admin_key: str | None,
+        grants: Mapping[str, Grant] = MappingProxyType({}),
+    ) -> None:
+        """`grants`: by what `key_id` gives for the key; one without may ask for everything."""
         self._tenants = [_digest(key.encode()) for key in api_keys]
+        self._grants = grants
         self._admin = [_digest(admin_key.encode())] if admin_key else []
 
     def authorise(self, policy: Policy, headers: Sequence[Header]) -> Caller:
@@ -58,15 +92,24 @@ class KeyRing:
                 code="permission_denied",
                 kind="permission_error",
             )
-        return Caller(tenant=_name(found), admin=admin)
+        own = key_id_of(found)
+        granted = None if tenant is None else self._grants.get(own)
+        return Caller(granted or Grant(own), admin)
 
 
-def tenant_of(key: str) -> str:
-    """What requests with this key are known by."""
-    return _name(_digest(key.encode()))
+def key_id(key: str) -> str:
+    """What a key without a tenant's name is known by."""
+    return key_id_of(_digest(key.encode()))
 
 
-def _name(digest: bytes) -> str:
+def grant_of(entry: ApiKey, key: str) -> Grant:
+    """What the fleet file lets the holder of `key` do."""
+    tenant = key_id(key) if entry.tenant is None else f"tenant:{entry.tenant}"
+    return Grant(tenant, entry.tenant or "", entry.models, entry.limits)
+
+
+def key_id_of(digest: bytes) -> str:
+    """The beginning of a key's digest: enough to tell keys apart, too little to find one."""
     return digest.hex()[:12]
 
 

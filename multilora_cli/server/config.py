@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from multilora_cli.errors import BadInput
+from multilora_cli.server.auth import Grant, key_id
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class ServerLimits:
     load_s: float = 60.0
     text_threads: int = 4  # that render templates and tokenize
     named_adapters: int = 100  # with metric series of their own; the rest share `other`
+    named_tenants: int = 100
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ServerConfig:
     port: int = 8000  # 0: any free one
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # the secrets themselves
     admin_key: str | None = field(default=None, repr=False)
+    grants: Mapping[str, Grant] = field(default_factory=dict)  # by auth.key_id of the key
     max_resolved: int = 10_000  # names of patterns known at a time
     max_loras: int = 64  # adapters in one step, as metrics tell routers
     host_adapter_bytes: int = 8 * 2**30  # of adapters in host memory
@@ -63,6 +66,12 @@ class ServerConfig:
             )
         if not 0 <= self.port < 2**16:
             raise BadInput(f"server.port: found {self.port}, expected 0 to 65535")
+
+    @property
+    def num_tenants(self) -> int:
+        """Whose keys there are."""
+        ids = map(key_id, self.api_keys)
+        return len({self.grants[own].tenant if own in self.grants else own for own in ids})
 
     @property
     def loopback(self) -> bool:

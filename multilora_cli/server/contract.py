@@ -84,7 +84,7 @@ def error_body(error: RequestError) -> bytes:
 
 def error_headers(error: RequestError) -> Mapping[str, str]:
     """Headers that tell clients whether and when to try again."""
-    headers = {}
+    headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(min(max(math.ceil(error.retry_after_s), 1), MAX_RETRY_AFTER_S))
     if error.code in _NO_RETRY:

@@ -12,6 +12,7 @@ from multilora_cli.server.choice import Choice, Growth, TextRules, Usage
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.contract import fault_error, internal_error
 from multilora_cli.server.metrics import Metrics
+from multilora_cli.server.quota import Held
 from multilora_cli.server.replies import Frame
 from multilora_cli.server.ticket import ClientGone, Ticket
 from multilora_cli.server.tier_traffic import found_tier
@@ -55,8 +56,10 @@ class Step(NamedTuple):
 class Run:
     """A job in the engine. `close` is always called; it aborts what is unfinished."""
 
-    def __init__(self, job: Job, metrics: Metrics) -> None:
+    def __init__(self, job: Job, metrics: Metrics, held: Held) -> None:
+        """`held`: what it takes of its tenant's limits, given back by `close`."""
         self.job = job
+        self._held = held
         self.tokenizer = job.tokenizer
         self.usage = Usage(prompt_tokens=job.prompt_tokens)
         count = len(job.submits) * job.n
@@ -141,6 +144,11 @@ class Run:
     def _steps(self, ticket: Ticket, deltas: Sequence[Delta]) -> list[Step]:
         return [step for delta in deltas if (step := self._step(ticket, delta)) is not None]
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Which adapter version answers, and what is left of its tenant's limits."""
+        return {**self.job.frame.headers, **self._held.headers}
+
     def close(self) -> None:
         """Release everything, whatever happened."""
         if self._timer is not None:
@@ -154,6 +162,7 @@ class Run:
             self._outcome = str(self.choices[0].ending.finish_reason)
         self._metrics.ended(self._outcome)
         self._meter.ended()
+        self._held.end()
 
     def _step(self, ticket: Ticket, delta: Delta) -> Step | None:
         choice = self.choices[ticket.place(delta) * self.job.n + delta.index]
@@ -173,6 +182,7 @@ class Run:
         if added:
             self.usage.completion_tokens += added
             self._meter.tokens(added)
+            self._held.used(added)
         if growth.ending.finish_reason is not None and delta.finish_reason is None:
             ticket.cut(delta)
         return Step(choice, growth, delta)

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.engine.messages import AdapterStatus, Snapshot
 from multilora_cli.server.movements import Movements
+from multilora_cli.server.quota import Quotas
 from multilora_cli.server.traffic import Traffic
 
 
@@ -24,6 +25,7 @@ class EngineView:
     entries: Mapping[str, AdapterEntry]  # by digest
     statuses: Mapping[str, AdapterStatus]
     movements: Movements
+    quotas: Quotas
     up: bool
     restarts: int
 
@@ -50,6 +52,7 @@ class Scrape(Collector):
         yield from self._engine()
         yield from traffic.adapters.collect()
         yield from traffic.tiers.collect()
+        yield from self._view.quotas.collect()
         yield from self._residency()
         yield from self._loaded()
         snapshot = self._view.snapshot

@@ -204,7 +204,7 @@ class EventStream(Response):
         self._first = first
         self._write_stall_s = write_stall_s
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, headers=headers | run.job.frame.headers)
+        super().__init__(None, headers=headers | run.headers)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,7 @@ import pytest
 from multilora_cli.cli.startup import prepare
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import load_fleet
-from multilora_cli.server.auth import tenant_of
+from multilora_cli.server.auth import key_id
 from tests.fakes import tiny_geometry
 from tests.server.conftest import InProcess
 
@@ -38,14 +38,14 @@ def test_weights_by_key_reach_the_front_without_the_key(
     monkeypatch.setenv("OTHER", "secret-2")
     text = "server: {api_keys: [env:ACME, env:OTHER]}\nlimits: {weights: {env:ACME: 3}}\n"
     server = prepare(write(tmp_path, text), report=lambda *_: None).server
-    assert dict(server.weights) == {tenant_of("secret-1"): 3.0}
+    assert dict(server.weights) == {key_id("secret-1"): 3.0}
     assert "secret" not in repr(server)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("limits: {weights: {env:NOBODY: 2}}", "entries of server.api_keys"),
+        ("limits: {weights: {env:NOBODY: 2}}", "keys or tenants of server.api_keys"),
         ("limits: {fairness: adapter, weights: {'a b': 2}}", "names of adapters"),
         ("limits: {fairness: none, weights: {acme: 2}}", "no weights without fairness"),
         ("limits: {fairness: adapter, weights: {acme: 0}}", "greater than or equal to 0.01"),
@@ -58,7 +58,7 @@ def test_weights_of_nobody_are_refused(tmp_path: Path, text: str, words: str) ->
 
 
 async def _weights(folder: Path) -> None:
-    weights = {tenant_of("k1"): 2.5, "upper": 7.0}
+    weights = {key_id("k1"): 2.5, "upper": 7.0}
     async with InProcess(folder, weights=weights, api_keys=("k1", "k2")) as app:
         for key, model in (("k1", "demo"), ("k2", "demo"), ("k2", "upper")):
             reply = await app.http.post(
@@ -70,7 +70,7 @@ async def _weights(folder: Path) -> None:
         engine = app.spawner.engines[-1]
         assert [submit.weight for submit in engine.submits] == [2.5, 1.0, 7.0]
         tenants = [submit.tenant for submit in engine.submits]
-        assert tenants == [tenant_of("k1"), tenant_of("k2"), tenant_of("k2")]
+        assert tenants == [key_id("k1"), key_id("k2"), key_id("k2")]
 
 
 def test_every_request_carries_its_weight(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from multilora_cli.server.names import NameLimits, Names
 from multilora_cli.server.threads import Threads
 from tests.adapters import fault_origin as faults
 from tests.adapters.fault_origin import FaultOrigin
-from tests.server.test_metrics import samples, value
 from tests.fakes import tiny_geometry, write_adapter
 from tests.server.conftest import InProcess
+from tests.server.test_metrics import samples, value
 
 BUCKET = NamePattern("{tenant}/{name}", "s3://adapters/{tenant}/{name}/")
 

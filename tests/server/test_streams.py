@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multilora_cli.engine.messages import Delta, SamplingParams, Submit
+from multilora_cli.server.auth import Grant
 from multilora_cli.server.choice import TextRules
 from multilora_cli.server.metrics import Metrics
+from multilora_cli.server.quota import Quotas
 from multilora_cli.server.replies import Frame
 from multilora_cli.server.run import Job, Run
 from multilora_cli.server.sse import EventStream, whole_reply
@@ -59,7 +61,7 @@ async def never():
 
 
 def run_of(job, batches):
-    run = Run(job, METRICS)
+    run = Run(job, METRICS, Quotas(9, 1).take(Grant(), 1, 1))
     engine = Scripted(batches)
     run.admit(engine, never, 60)
     return run, engine
