@@ -29,6 +29,7 @@ from multilora_cli.adapters.lease import (
 )
 from multilora_cli.adapters.loads import Loads
 from multilora_cli.adapters.pending import Pending
+from multilora_cli.adapters.pinned_pages import PinnedPages
 from multilora_cli.adapters.prefetch import Prefetch
 from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
 from multilora_cli.errors import MloraError
@@ -68,7 +69,7 @@ class Residency:
         self.idle = IdleAdapters(self._evict_idle)
         self._pending = Pending()
         self._serial = 0
-        self._pinned = 0  # pages of hot pinned adapters
+        self._pinned = PinnedPages(self._placed)
         self._events: list[Standing] = []
         self._done: list[Done] = []
         self.purge: Callable[[str], int] = lambda digest: 0  # cached prefixes of a digest
@@ -170,11 +171,11 @@ class Residency:
     def footprint(self, lease: Lease | None) -> int:
         """Pages that the lease's adapter, 0 while unknown, and all other pins take."""
         if lease is None:
-            return self._pinned
+            return self._pinned.total
         entry = self._entries[lease.digest]
         placed = entry.placement or entry.image
         own = placed.plan.num_pages if placed is not None else 0
-        return own + self._pinned_beside(entry)
+        return own + self._pinned.beside(entry)
 
     # ---- what operators do
 
@@ -197,7 +198,7 @@ class Residency:
         entry.pin = pin or entry.pin
         entry.priority = priority
         self.idle.changed(entry)
-        self._recount_pins()
+        self._pinned.recount()
         if entry.pin is not None:
             self._warm.pin(entry.digest, True)
         entry.calls.append(Call(call_id, hot, order))
@@ -217,7 +218,7 @@ class Residency:
         if entry.pin is not None:
             self._warm.pin(digest, False)
             entry.pin = None
-            self._recount_pins()
+            self._pinned.recount()
         for call in entry.calls:
             reason = f"adapter {entry.version.name} was evicted before it was loaded"
             self._done.append(Done(call.call_id, self._standing(entry), reason))
@@ -407,7 +408,7 @@ class Residency:
             self._set_state(entry, State.STORED)
             return True
         plan = entry.image.plan
-        most = self._hot.page_limit - self._pinned_beside(entry)
+        most = self._hot.page_limit - self._pinned.beside(entry)
         if plan.num_pages > most:
             self._fail(
                 entry,
@@ -428,7 +429,7 @@ class Residency:
         entry.placement = self._hot.start(entry.image)
         self._placed[entry.digest] = entry
         if entry.pin == "hot":
-            self._recount_pins()
+            self._pinned.recount()
         self._set_state(entry, State.COPYING)
 
     def _evict_idle(self, entry: Entry) -> None:
@@ -444,7 +445,7 @@ class Residency:
         entry.is_guess = False
         del self._placed[entry.digest]
         if entry.pin == "hot":
-            self._recount_pins()
+            self._pinned.recount()
         self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)
         if entry.demand() is not None:
             self._pending.add(entry)
@@ -487,16 +488,6 @@ class Residency:
         if entry.state is State.WARM:
             self._set_state(entry, State.STORED)
         return freed
-
-    def _pinned_beside(self, entry: Entry) -> int:
-        """Pages of hot pinned adapters other than `entry`."""
-        is_counted = entry.pin == "hot" and entry.placement is not None
-        own = entry.placement.plan.num_pages if is_counted and entry.placement else 0
-        return self._pinned - own
-
-    def _recount_pins(self) -> None:
-        pinned = (e.placement for e in self._placed.values() if e.pin == "hot")
-        self._pinned = sum(len(placement.pages) for placement in pinned if placement is not None)
 
     def _standing(self, entry: Entry) -> Standing:
         if entry.state is State.WARM and not self._warm.nbytes(entry.digest):

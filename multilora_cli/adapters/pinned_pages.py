@@ -1,0 +1,27 @@
+"""Pages of the adapters that are pinned to the device: no other adapter can ever have them."""
+
+from collections.abc import Mapping
+
+from multilora_cli.adapters.residency_entry import Entry
+
+
+class PinnedPages:
+    """Counts over the placed adapters; counted again where a pinned one came, went or changed."""
+
+    def __init__(self, placed: Mapping[str, Entry]) -> None:
+        self._placed = placed
+        self.total = 0
+
+    def recount(self) -> None:
+        """A pin, or the place of a pinned adapter, changed."""
+        self.total = sum(map(_pages, self._placed.values()))
+
+    def beside(self, entry: Entry) -> int:
+        """Pages of those other than `entry`."""
+        return self.total - _pages(entry)
+
+
+def _pages(entry: Entry) -> int:
+    if entry.pin != "hot" or entry.placement is None:
+        return 0
+    return len(entry.placement.pages)
