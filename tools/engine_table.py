@@ -1,14 +1,17 @@
-"""Write the engine's table in docs/benchmarks.md from recorded lines of `mlora bench --offline`.
+"""Write the engine's tables in docs/benchmarks.md from recorded lines of `mlora bench --offline`.
 
     python tools/engine_table.py docs/benchmarks/engine-h200.jsonl
 
 What vLLM reaches on the same kind of card with the same workload is data too:
-docs/benchmarks/engine-peers-h200.jsonl. The table replaces what lies between the two markers.
+docs/benchmarks/engine-peers-h200.jsonl; and what a server around the same engine reached is
+docs/benchmarks/served-h200.jsonl, lines of `mlora bench --rows`. The tables replace what lies
+between the two markers of each.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from doc_tables import put, read
@@ -16,7 +19,9 @@ from doc_tables import put, read
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 PEERS = ROOT / "docs" / "benchmarks" / "engine-peers-h200.jsonl"
+SERVED = ROOT / "docs" / "benchmarks" / "served-h200.jsonl"
 BEGIN, END = "<!-- engine table: begin -->", "<!-- engine table: end -->"
+SERVED_BEGIN, SERVED_END = "<!-- served table: begin -->", "<!-- served table: end -->"
 TITLES = {
     "base": "no adapter",
     "one": "one adapter, rank 16 on all seven projections, shared by all rows",
@@ -66,7 +71,7 @@ def loads(records: Sequence[Record]) -> list[str]:
             continue
         size = record["adapter_bytes"] / 1e6
         times = [
-            f"{_median(record[name]):.0f} ms {where}"
+            f"{median(record[name]):.0f} ms {where}"
             for name, where in (
                 ("first_ms", "from files at their first load"),
                 ("again_ms", "from files with a known digest"),
@@ -102,12 +107,40 @@ def pools(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
+def served(rows: Sequence[Record], records: Sequence[Record]) -> list[str]:
+    """Tokens/s over HTTP, means of the rounds of a load, beside the engine's own with the same
+    lengths."""
+    alone = {
+        (r["setting"], r["batch"], f"{r['input']}:{r['output']}"): r["output_tokens_per_s"]
+        for r in records
+        if r["kind"] == "cell" and r["quantization"] == "none"
+    }
+    found: dict[tuple[str, int, str], list[Record]] = {}
+    for row in rows:
+        asked = row["settings"]
+        key = (row["load"], asked["concurrency"], asked["lengths"])
+        found.setdefault(key, []).append(row)
+    lines = [
+        "| adapters | clients | tokens in, out | tok/s | of the engine alone | first token, p50 |"
+        " between tokens, p50 | p99 |",
+        "|---" * 8 + "|",
+    ]
+    for (load, clients, lengths), rounds in found.items():
+        speed = fmean(row["output_tokens_per_s"] for row in rounds)
+        engine = alone.get((load, clients, lengths))
+        share = f"{speed / engine:.0%}" if engine else "-"
+        times = [(1e3 * fmean(row[what][p] for row in rounds)) for what, p in
+                 (("ttft", "p50"), ("itl", "p50"), ("itl", "p99"))]  # fmt: skip
+        cells = [TITLES[load], str(clients), lengths.replace(":", ", "), f"{speed:,.0f}", share]
+        cells += [f"{times[0]:.0f} ms", f"{times[1]:.2f} ms", f"{times[2]:.1f} ms"]
+        lines.append(f"| {' | '.join(cells)} |")
+    sources = dict.fromkeys((row["commit"], row["command"]) for row in rows)
+    named = "; ".join(f"`{command}` (commit {commit})" for commit, command in sources)
+    return [*lines, "", f"{rows[0]['gpu']}: {named}."]
 
 
 def main() -> None:
-    """Rewrite the table from the file named on the command line."""
+    """Rewrite the tables from the file named on the command line."""
     records, peers = read(Path(sys.argv[1])), read(PEERS)
     commands = dict.fromkeys((r["commit"], r["command"]) for r in records)
     first = records[0]
@@ -120,6 +153,7 @@ def main() -> None:
     )
     parts = [source, "", *steps(records, peers), "", *pools(records, peers), "", *loads(records)]
     put(DOCUMENT, BEGIN, "\n".join(parts), END)
+    put(DOCUMENT, SERVED_BEGIN, "\n".join(served(read(SERVED), records)), SERVED_END)
 
 
 if __name__ == "__main__":
