@@ -9,6 +9,7 @@ pool, the adapter table, and the work lists that `Segments.build` writes. It end
 likely tokens; what else is to be sampled is sampled from the logits that it leaves.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -29,6 +30,8 @@ from multilora_kernels.pick_tokens import Picked, pick_tokens
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging
+
+_log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 Record = Callable[[Callable[[], None]], "Captured"]
@@ -149,16 +152,20 @@ class DecodeGraphs:
         return self._picked.nbytes + sum(tensor.nbytes for tensor in fixed)
 
     def holds(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether these rows are a step that was captured: one token each, and not too many.
+        """Whether these rows are a step that was captured: one token each, and not too many. Steps
+        for adapters with extras are captured here, when the first one comes.
 
         Not for the caller who wants log-probabilities of a prompt: those are taken from hidden
         states, which a graph does not keep.
         """
-        return (
-            len(rows) <= self._row_counts[-1]
-            and rows[-1].length == 1
-            and (self._record is not None or self._key(self._slots(rows)) in self._graphs)
-        )
+        if len(rows) > self._row_counts[-1] or rows[-1].length > 1:
+            return False
+        if self._record is not None and not self._builder.table.has_extras.any():
+            return True
+        key = self._key(self._slots(rows))
+        if key not in self._graphs and self._record is not None:
+            self._record_extras(*key[:2])
+        return key in self._graphs
 
     @torch.inference_mode()
     def record_all(self, record: Record, progress: Progress) -> None:
@@ -181,17 +188,23 @@ class DecodeGraphs:
         one needs it: few fleets ever do, and it takes 0.1 s.
 
         Where that fails, for want of memory say, no other is captured: what has no graph is
-        launched eagerly from then on.
+        launched eagerly from then on, this step too.
         """
         record, self._record = self._record, None
         assert record is not None
+        try:
+            self._graphs[rows, kind, True] = self._captured_extras(record, rows, kind)
+        except Exception:
+            _log.exception("a step of %d rows with extras was not captured: it runs eagerly", rows)
+        else:
+            self._record = record
+
+    def _captured_extras(self, record: Record, rows: int, kind: StepKind) -> Captured:
         # What the step before left would be computed again, and written to pages since given away.
         self._inputs.zero_()
         with self._decoder.few_layers():
             self._warm_up(rows, kind, extras=True)
-        step = partial(self._run, rows, with_adapters=True)
-        self._graphs[rows, kind, True] = record(step)
-        self._record = record
+        return record(partial(self._run, rows, with_adapters=True))
 
     @torch.inference_mode()
     def _warm_up(self, rows: int, kind: StepKind, *, extras: bool = False) -> None:
@@ -233,8 +246,6 @@ class DecodeGraphs:
         slots = self._slots(rows)
         key = padded, kind, _ = self._key(slots)
         if kind != BASE_KIND:
-            if key not in self._graphs:
-                self._record_extras(padded, kind)
             self._builder.segments.build(slots)
         inputs = self._host_inputs(rows, padded)
         self._staging.upload(self._inputs[: len(inputs)], inputs)

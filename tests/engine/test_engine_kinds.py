@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from multilora_cli.layers import linear
+from multilora_kernels import add_lora
 from tests.engine.engine_kit import Answer, Rig, adapter_ref
 from tests.engine.test_decode_graphs import Repeated, with_graphs
 from tests.models import tiny
@@ -118,8 +120,12 @@ def test_recorded_decode_steps(case: Case) -> None:
     check_decoding(rig, Rig(case.base, pages=900, page=PAGE), case)
 
 
-def test_a_step_that_cannot_be_recorded_while_serving_runs_eagerly(case: Case) -> None:
-    """No room for one more captured step: no request fails for it, and none is tried again."""
+@pytest.mark.parametrize("order", [(0, 2, 6), (2,)])
+def test_a_step_that_cannot_be_recorded_while_serving_runs_eagerly(
+    case: Case, order: tuple[int, ...]
+) -> None:
+    """No room for one more captured step: no request fails for it, not even one that runs alone,
+    and none is tried again."""
     rig = Rig(case.base, pages=900, page=PAGE)
     with_graphs(rig, (1, 2, 4))
     graphs = rig.engine.parts.runner._graphs
@@ -133,10 +139,10 @@ def test_a_step_that_cannot_be_recorded_while_serving_runs_eagerly(case: Case) -
     plain = sum(work.replays for work in graphs._graphs.values())
     requests = [
         rig.submit(case.prompt[: 4 + i], case.adapters[which], max_tokens=9)
-        for i, which in enumerate((0, 2, 6))
+        for i, which in enumerate(order)
     ]
     rig.run()
-    assert [rig.answer(request).finish for request in requests] == ["length"] * 3
+    assert [rig.answer(request).finish for request in requests] == ["length"] * len(order)
     assert len(tried) == 1
     rig.ask(case.prompt, case.adapters[1], max_tokens=5)
     assert sum(work.replays for work in graphs._graphs.values()) > plain, "others have theirs"
@@ -151,3 +157,32 @@ def test_on_the_device(case: Case) -> None:
     ask_all(rig, case, list(range(len(KINDS) + 1)))
     ask_all(rig, case, [8, 2, 6])
     check_decoding(rig, Rig(case.base, pages=900, page=PAGE), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["beside the multiply", "behind it"])
+def test_a_capture_that_fails_on_the_device_leaves_the_others(
+    case: Case, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a second stream is forked off, and after it was joined: what was captured at the start
+    replays, what was not is launched eagerly, and every stream goes on."""
+    how = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_lora_rank": 16}
+    rig = Rig(case.base, pages=900, page=PAGE, device="cuda:0", dtype="float32", **how)
+    failed: list[str] = []
+    module, name = (
+        (add_lora, "sgmv_shrink") if place.startswith("beside") else (linear, "scale_shift")
+    )
+    launch = getattr(module, name)
+
+    def fails(*args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            failed.append(name)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return launch(*args)
+
+    monkeypatch.setattr(module, name, fails)
+    reference = Rig(case.base, pages=900, page=PAGE)
+    check_decoding(rig, reference, case)
+    assert failed == [name]
+    check_decoding(rig, reference, case)
+    ask_all(rig, case, [8, 2, 6, 0])

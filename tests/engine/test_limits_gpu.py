@@ -1,0 +1,80 @@
+"""Small and odd limits on a CUDA device: buffers, captured steps and launches are sized by them.
+
+Tokens that the device decodes are as likely as an engine on the CPU finds them in a prompt.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multilora_cli.engine.messages import AdapterRef
+from tests.engine.engine_kit import Rig, adapter_ref
+from tests.signature import peft_adapter, tiny_base
+
+pytestmark = pytest.mark.gpu
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Fleet = tuple[Path, dict[str, AdapterRef | None]]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    """Ranks from 1 to 512, on all modules and on single ones."""
+    folder = tmp_path_factory.mktemp("limits")
+    base = tiny_base(folder / "base", max_position_embeddings=4096)
+    kinds: dict[str, dict[str, Any]] = {
+        "1": {"r": 1, "target_modules": ["q_proj", "v_proj"]},
+        "17": {"r": 17, "target_modules": ALL},
+        "down": {"r": 3, "target_modules": ["down_proj"]},
+        "k": {"r": 5, "target_modules": ["k_proj"]},
+        "64": {"r": 64, "target_modules": ALL},
+        "512": {"r": 512, "target_modules": ["q_proj", "down_proj"]},
+        "dora": {"r": 2, "target_modules": ["o_proj", "gate_proj"], "use_dora": True},
+    }
+    adapters: dict[str, AdapterRef | None] = {"base": None}
+    for seed, (name, how) in enumerate(kinds.items()):
+        path = peft_adapter(base, folder / name, seed=seed, **how)
+        adapters[name] = adapter_ref(base, path, name)
+    return base, adapters
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": (
+        "base 1",
+        {"max_num_seqs": 1, "max_num_batched_tokens": 1, "num_slots": 2, "max_lora_rank": 1},
+    ),
+    "odd": (
+        "base 1 17 down k 1 dora",
+        {"max_num_seqs": 3, "max_num_batched_tokens": 37, "num_slots": 3, "max_lora_rank": 17},
+    ),
+    "single": ("down k down", {"max_num_seqs": 9, "max_num_batched_tokens": 300, "num_slots": 3}),
+    "wide": (
+        "512 1 64 base 512",
+        {"max_num_seqs": 4, "max_num_batched_tokens": 264, "num_slots": 4, "pages": 2000},
+    ),
+    "none": ("base base", {"max_num_seqs": 2, "max_num_batched_tokens": 72, "num_slots": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_within_limits(fleet: Fleet, case: str) -> None:
+    base, adapters = fleet
+    order, how = CASES[case]
+    names = order.split()
+    rig = Rig(base, device="cuda:0", dtype="float32", max_model_len=256, **how)
+    prompts = [[(7 * i + 3 * j) % 300 for j in range(1 + 13 * i)] for i in range(len(names))]
+    requests = [
+        rig.submit(prompt, adapters[name], max_tokens=9, logprobs=0)
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
+    rig.run()
+    reference = Rig(base, pages=how.get("pages", 256))
+    for prompt, name, request in zip(prompts, names, requests, strict=True):
+        found = rig.answer(request)
+        assert found.fault is None and len(found.tokens) == 9, name
+        whole = [*prompt, *found.tokens]
+        said = reference.ask(whole, adapters[name], prompt_logprobs=0, max_tokens=1)
+        wanted = [e.logprob for e in (said.prompt_logprobs or [])[len(prompt) :] if e is not None]
+        for decoded, expected in zip(found.logprobs, wanted, strict=True):
+            assert abs(decoded.logprob - expected) < 1e-3, name
