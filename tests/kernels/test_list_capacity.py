@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from multilora_cli.sizing.budget import graph_ranks
+from multilora_cli.sizing.budget import step_kinds
 from multilora_kernels.launch import H200, RTX_4090, Chip
-from multilora_kernels.layout import GROUPS, MODULES, page_bytes, plan_image
+from multilora_kernels.layout import MODULES, page_bytes, plan_image
 from multilora_kernels.list_capacity import (
     decode_capacity,
     group_shapes,
@@ -85,11 +85,11 @@ def test_programs_of_a_captured_step_find_a_record_each(
         lists._write = lambda *_: None  # type: ignore[method-assign]
         lists.reserve(max_tokens)
         nothing = np.zeros(0, np.int32)
-        for rows, rank in product((1, 8, 72, 264, 512), graph_ranks(max_rank)[1:]):
+        for rows, kind in product((1, 8, 72, 264, 512), step_kinds(max_rank)[1:]):
             if rows > max_tokens:
                 continue
             lists.update(nothing, np.zeros(1, np.int32), nothing, rows)
-            lists.expect(rows, rank, GROUPS)
+            lists.expect(rows, kind.rank, kind.groups)
             for group in lists.groups.values():
                 splits = group.choice.splits(group.shape.d_in)
                 tiles = (lists.decode_grid(group.num_tiles * splits, group.choice) - 1) // splits
@@ -98,7 +98,7 @@ def test_programs_of_a_captured_step_find_a_record_each(
                     (lists._tiles, group.tiles, tiles), (lists._tasks, group.tasks, tasks)
                 ):  # fmt: skip
                     begin = (region.data_ptr() - buffer.data_ptr()) // region[0].nbytes
-                    assert begin + last < len(buffer), (group.shape.name, max_tokens, rows, rank)
+                    assert begin + last < len(buffer), (group.shape.name, max_tokens, rows)
 
 
 def test_prompts_add_their_planes_and_lists() -> None:
