@@ -25,6 +25,7 @@ from multilora_cli.engine.messages import TokenLogprobs
 from multilora_cli.engine.prompt_graphs import PromptGraphs
 from multilora_cli.engine.sequence import Sequence
 from multilora_cli.layers.sampler import (
+    Asked,
     Logprobs,
     SamplingBatch,
     SamplingRow,
@@ -70,6 +71,11 @@ class _Share(NamedTuple):
     places: Rows[int]
     rows: Rows[ScheduledRow]
 
+    @property
+    def has_one_sample_each(self) -> bool:
+        """Whether every row takes one token."""
+        return all(len(row.samples) == 1 for row in self.rows)
+
     def halves(self) -> tuple["_Share", "_Share"]:
         """The first rows, and the others."""
         middle = len(self.rows) // 2
@@ -111,14 +117,14 @@ class _Pass:
 
 
 class _PlainPass(NamedTuple):
-    """What nearly every pass is: a captured step whose rows take one token each, the most likely.
+    """What nearly every pass is: a captured step whose rows take one token each, told without more.
 
     Nothing is made for each row but what is told: at 256 rows the rest took a quarter of the host's
     time.
     """
 
     rows: Rows[int]  # in the batch
-    places: Rows[int]  # of their tokens among those of the step, one after the other
+    places: Rows[int]  # of their tokens among those of the step
     tokens: torch.Tensor  # int64 [rows]; -1 where the logits were not finite
     fresh: torch.Tensor
 
@@ -173,6 +179,7 @@ class ModelRunner:
         self._prompt_graphs = prompt_graphs
         self._pool = builder.pool
         self._failpoints = failpoints
+        self._asked: Asked | None = None  # of the rows that were sampled last
         # Called with request id, position of the first row and float32 [rows, vocab] of logits of
         # prompt tokens, before they are cut down to what was asked for. `mlora verify` compares.
         self.on_prompt_logits: Callable[[int, int, torch.Tensor], None] | None = None
@@ -265,7 +272,7 @@ class ModelRunner:
             adapters = self._builder.head_adapters([draw.sequence.slot for draw in draws])
             wanted = self._on_device([draw.token_row for draw in draws])
             logits = self._decoder.logits(hidden[wanted], adapters)
-            tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
+            tokens, logprobs, fresh = self._sample(logits, [draw.sequence for draw in draws])
         prompts = {
             number: self._prompt_logprobs(row, hidden, last)
             for number, row, last in zip(share.numbers, rows, last_rows, strict=True)
@@ -273,17 +280,19 @@ class ModelRunner:
         }
         return _Pass(share.numbers, draws, tokens, logprobs, prompts, fresh)
 
-    def _run_captured(self, graphs: DecodeGraphs, share: _Share) -> _Pass:
+    def _run_captured(self, graphs: DecodeGraphs, share: _Share) -> "_Pass | _PlainPass":
         """A captured step whose rows are sampled from the logits that it leaves."""
         rows = share.rows
-        draws = _draws(share, range(len(rows)))
         logits = graphs.run(rows).logits
+        draws = _draws(share, range(len(rows)))
         if not draws:
             return _Pass(share.numbers, draws, None, None, {}, None)
         wanted = [draw.token_row for draw in draws]
         if wanted != list(range(len(rows))):
             logits = logits[self._on_device(wanted)]
-        tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
+        tokens, logprobs, fresh = self._sample(logits, [draw.sequence for draw in draws])
+        if logprobs is None and share.has_one_sample_each:
+            return _PlainPass(share.numbers, share.places, tokens, fresh)
         return _Pass(share.numbers, draws, tokens, logprobs, {}, fresh)
 
     def _run_prompts(self, graphs: PromptGraphs, share: _Share) -> _Pass:
@@ -293,7 +302,7 @@ class ModelRunner:
         if not draws:
             return _Pass(share.numbers, draws, None, None, {}, None)
         logits = logits[self._on_device([draw.token_row for draw in draws])]
-        tokens, logprobs, fresh = self._sample(logits, draws, self._sampling(draws))
+        tokens, logprobs, fresh = self._sample(logits, [draw.sequence for draw in draws])
         return _Pass(share.numbers, draws, tokens, logprobs, {}, fresh)
 
     def _on_device(self, values: Rows[int]) -> torch.Tensor:
@@ -301,19 +310,27 @@ class ModelRunner:
         tensor = torch.tensor(values, dtype=torch.int64, pin_memory=self._pool.is_cuda)
         return tensor.to(self._pool.device, non_blocking=True)
 
-    def _sampling(self, draws: list[_Draw]) -> SamplingBatch:
-        rows = [_sampling_row(draw.sequence) for draw in draws]
+    def _sampling(self, sequences: list[Sequence]) -> SamplingBatch:
         vocab, sampled = self._decoder.geometry.vocab_size, self._builder.sampled
-        return SamplingBatch.build(rows, vocab, sampled.device, sampled)
+        params = [sequence.params for sequence in sequences]
+        asked = self._asked
+        if asked is None or not asked.is_of(params, vocab):
+            asked = self._asked = Asked(params, vocab)
+        # What was said is handed over only where a penalty reads it.
+        rows = [SamplingRow(each.params, (), (), each.num_outputs) for each in sequences]
+        for place in asked.penalised:
+            rows[place] = _penalised_row(sequences[place])
+        return SamplingBatch.build(rows, vocab, sampled.device, sampled, asked)
 
     def _sample(
-        self, logits: torch.Tensor, draws: list[_Draw], batch: SamplingBatch
+        self, logits: torch.Tensor, sequences: list[Sequence]
     ) -> tuple[torch.Tensor, Logprobs | None, torch.Tensor]:
-        """The tokens on their way to the host, and on the device."""
-        for position, draw in enumerate(draws):
-            if self._failpoints.hit("logits", draw.sequence.request_id) == "nan":
-                logits[position] = torch.nan
-        output = sample(logits, batch)
+        """The tokens of these sequences on their way to the host, and on the device."""
+        if self._failpoints.armed:
+            for position, sequence in enumerate(sequences):
+                if self._failpoints.hit("logits", sequence.request_id) == "nan":
+                    logits[position] = torch.nan
+        output = sample(logits, self._sampling(sequences))
         return _to_host(output.told), _logprobs_to_host(output.logprobs), output.token_ids
 
     def _prompt_logprobs(
@@ -388,17 +405,10 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _sampling_row(sequence: Sequence) -> SamplingRow:
-    """What was said is handed over only where a penalty reads it."""
-    params = sequence.params
-    if (
-        params.repetition_penalty == 1.0
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-    ):
-        return SamplingRow(params, (), (), sequence.num_outputs)
+def _penalised_row(sequence: Sequence) -> SamplingRow:
+    """With all that was said, the token that nobody has seen yet included."""
     return SamplingRow(
-        params,
+        sequence.params,
         sequence.tokens[: sequence.prompt_len],
         np.frombuffer(sequence.tokens[sequence.prompt_len :], dtype=np.int32),
         sequence.num_outputs,

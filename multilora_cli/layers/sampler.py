@@ -14,7 +14,8 @@ flagged; its neighbours are untouched.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import is_
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -57,8 +58,7 @@ class RowParams(Protocol):
     def logprobs(self) -> int | None: ...
 
 
-@dataclass(frozen=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row of logits: its request's parameters and what was said so far.
 
     `prompt` and `output` are read only where a penalty is set, and may be empty elsewhere;
@@ -75,6 +75,28 @@ class SamplingRow:
     def position(self) -> int:
         """Tokens said so far."""
         return len(self.output) if self.num_outputs < 0 else self.num_outputs
+
+
+class Asked:
+    """What follows from the parameters of rows alone: the rows of a step are mostly those of the
+    step before, and to look at 64 rows took the host as long as all else in such a step."""
+
+    def __init__(self, params: Sequence[RowParams], vocab: int) -> None:
+        self._params = list(params)
+        self._vocab = vocab
+        numbers = range(len(params))
+        self.wanting = [i for i in numbers if params[i].logprobs is not None]
+        self.most = max((params[i].logprobs or 0 for i in self.wanting), default=0)
+        self.biased = [i for i in numbers if params[i].logit_bias or params[i].min_tokens]
+        self.penalised = [i for i in numbers if is_penalised(params[i])]
+        self.drawing = [i for i in numbers if params[i].temperature >= GREEDY_BELOW]
+        self.seeds = [params[i].seed for i in self.drawing]
+        self.fields, self.is_truncated = _draw_fields(params, self.drawing, vocab)
+
+    def is_of(self, params: Sequence[RowParams], vocab: int) -> bool:
+        """Whether these are the very parameters it was made of."""
+        own = self._params
+        return vocab == self._vocab and len(own) == len(params) and all(map(is_, own, params))
 
 
 @dataclass(frozen=True)
@@ -95,19 +117,22 @@ class SamplingBatch:
         vocab: int,
         device: torch.device,
         pending: torch.Tensor | None = None,
+        asked: Asked | None = None,
     ) -> "SamplingBatch":
         """The batch of `rows` over `vocab` tokens. Tokens of a logit_bias beyond it are ignored.
 
-        `pending` int64 [N] on the device holds what the rows' `pending_at` points to.
+        `pending` int64 [N] on the device holds what the rows' `pending_at` points to. `asked` is of
+        these rows' parameters, where the caller has it.
         """
-        wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        most = max((rows[i].params.logprobs or 0 for i in wanting), default=0)
+        if asked is None:
+            asked = Asked([row.params for row in rows], vocab)
+        wanting = asked.wanting
         return cls(
             num_rows=len(rows),
-            draws=_draws(rows, vocab, device),
-            bias=_bias(rows, vocab, device),
-            histories=_histories(rows, device, pending),
-            num_top=min(most, vocab) if wanting else None,
+            draws=_draws(rows, asked, device),
+            bias=_bias(rows, asked, vocab, device),
+            histories=_histories(rows, asked, device, pending),
+            num_top=min(asked.most, vocab) if wanting else None,
             wanting=_on(device, np.array(wanting)) if 0 < len(wanting) < len(rows) else None,
         )
 
@@ -156,7 +181,7 @@ def is_plain(params: RowParams) -> bool:
         and params.logprobs is None
         and not params.logit_bias
         and not params.min_tokens
-        and not _is_penalised(params)
+        and not is_penalised(params)
     )
 
 
@@ -176,31 +201,46 @@ def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _draws(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Draws | None:
-    """How each row draws; None where all are greedy."""
-    drawing = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+def _draw_fields(
+    params: Sequence[RowParams], drawing: Sequence[int], vocab: int
+) -> tuple[np.ndarray, bool]:
+    """`Draws.packed` without the keys, and whether any row is truncated."""
+    packed = np.zeros((6, len(params)), dtype=np.int32)
     if not drawing:
-        return None
-    params = [rows[i].params for i in drawing]
-    temperature, min_p, top_p = np.array([(p.temperature, p.min_p, p.top_p) for p in params]).T
-    log_min_p = np.full(len(params), -np.inf)
+        return packed, False
+    drawn = [params[i] for i in drawing]
+    temperature, min_p, top_p = np.array([(p.temperature, p.min_p, p.top_p) for p in drawn]).T
+    log_min_p = np.full(len(drawn), -np.inf)
     np.log(np.minimum(min_p, 1.0), out=log_min_p, where=min_p > 0)
-    top_k = np.array([p.top_k if 0 < p.top_k < vocab else 0 for p in params], dtype=np.int32)
-    packed = np.zeros((6, len(rows)), dtype=np.int32)
+    top_k = np.array([p.top_k if 0 < p.top_k < vocab else 0 for p in drawn], dtype=np.int32)
     numbers = packed[:3].view(np.float32)
     numbers[:, drawing] = 1 / temperature, log_min_p, np.minimum(top_p, 1.0)
     packed[3, drawing] = top_k
-    packed[4:, drawing] = row_keys([p.seed for p in params], [rows[i].position for i in drawing]).T
     is_truncated = (top_k > 0) | (numbers[2, drawing] < 1) | (min_p > 0)
-    return Draws(_on(device, packed), bool(is_truncated.any()))
+    return packed, bool(is_truncated.any())
 
 
-def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> SparseLogits | None:
+def _draws(rows: Sequence[SamplingRow], asked: Asked, device: torch.device) -> Draws | None:
+    """How each row draws; None where all are greedy."""
+    drawing = asked.drawing
+    if not drawing:
+        return None
+    packed = asked.fields.copy()
+    packed[4:, drawing] = row_keys(asked.seeds, [rows[i].position for i in drawing]).T
+    return Draws(_on(device, packed), asked.is_truncated)
+
+
+def _bias(
+    rows: Sequence[SamplingRow], asked: Asked, vocab: int, device: torch.device
+) -> SparseLogits | None:
     """logit_bias of all rows, and the stop ids of those still below min_tokens."""
+    if not asked.biased:
+        return None
     tokens: list[int] = []
     values: list[float] = []
     counts = [0] * len(rows)
-    for i, row in enumerate(rows):
+    for i in asked.biased:
+        row = rows[i]
         params, before = row.params, len(tokens)
         if params.logit_bias:
             tokens += params.logit_bias.keys()
@@ -220,10 +260,13 @@ def _bias(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Spar
 
 
 def _histories(
-    rows: Sequence[SamplingRow], device: torch.device, pending: torch.Tensor | None
+    rows: Sequence[SamplingRow],
+    asked: Asked,
+    device: torch.device,
+    pending: torch.Tensor | None,
 ) -> Histories | None:
     """The rows with a penalty and what they said."""
-    penalised = [i for i, row in enumerate(rows) if _is_penalised(row.params)]
+    penalised = asked.penalised
     if not penalised:
         return None
     parts: list[np.ndarray] = []
@@ -242,7 +285,8 @@ def _histories(
     return Histories(_on(device, fields), _on(device, np.concatenate(parts)), pending)
 
 
-def _is_penalised(params: RowParams) -> bool:
+def is_penalised(params: RowParams) -> bool:
+    """Whether what a row said changes its logits."""
     return (
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0

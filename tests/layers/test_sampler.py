@@ -163,7 +163,7 @@ def test_adjusted_logits_equal_the_reference() -> None:
     """Bias, suppressed stop ids and penalties: the greedy choice and the whole distribution."""
     rows = random_rows(11, 200)
     logits = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
-    greedy = [replace(row, params=replace(row.params, temperature=0.0)) for row in rows]
+    greedy = [row._replace(params=replace(row.params, temperature=0.0)) for row in rows]
     chosen = draw(logits, greedy)
     changed = 0
     for row, x, token in zip(greedy, logits.tolist(), chosen, strict=True):
