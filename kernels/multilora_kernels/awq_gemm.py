@@ -334,7 +334,7 @@ def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
     if x.shape[0] == 0:
         return x.new_empty((0, weight.out_features))
     m, k = x.shape
-    aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    aligned = x.stride(0) % 16 == 0 and x.storage_offset() % 8 == 0
     launch = choose_launch(m, weight.out_features, k, chip_for(x.device), aligned)
     if launch.tile is not None:
         return run_fused(x, weight, launch.tile)

@@ -1,18 +1,19 @@
 """4-bit weights times a hundred rows or more on Hopper, multiplies and widening side by side.
 
-The same sums as `awq_wide.py`, in the form its cards need for them: `wgmma` runs while the threads
-that issued it widen the next weights. Triton's own `tl.dot` waits for a multiply whose left operand
-is in registers before the next one is widened, and both groups of four warps wait at once (1.95 us
-a step of 256 x 128 x 128 on an H200, of which the tensor cores need 1.2), so this is written in
-Gluon, where a multiply is waited for by name. Weights reach registers as 4-bit words and are
-scaled and rounded there once.
+    y[m, n] = sum_k x[m, k] * round((q[n, k] - zero[n, group(k)]) * scale[n, group(k)])
+
+Weights reach registers as 4-bit words, are scaled and rounded to x's dtype there, once, and are the
+tensor cores' left operand; a tile is long along N, where an operand costs 4 bits. `wgmma` runs
+while the threads that issued it widen the next weights: Triton's own `tl.dot` waits for a
+multiply whose left operand is in registers first, and both groups of four warps wait at once (1.95
+us a step of 256 x 128 x 128 on an H200, of which the tensor cores need 1.2). So this is Gluon,
+where a multiply is waited for by name. It has no interpreter: tests compile it, and run it on a
+device.
 
 One step is a block of 128 inputs. Words, scales and x travel to shared memory by asynchronous
-copies `STAGES` - 2 steps ahead; a stage is filled again when no warp's multiply can read it.
+copies `STAGES` - 1 steps ahead; a stage is filled again when no warp's multiply can read it.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,15 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multilora_kernels.awq_words import negated_zero, scale_of, scaled_weights
-from multilora_kernels.launch import Chip, cdiv, next_power_of_2, tuned_table
+from multilora_kernels.hopper_choice import HopperLaunch, choose_launch
+from multilora_kernels.launch import cdiv
 from multilora_kernels.split_choice import BLOCK_K
 
 if TYPE_CHECKING:
     from multilora_kernels.awq_gemm import AwqWeight
 
-OP = "awq_hopper"
-# Fewer rows keep the order of sums that `awq_gemm` promises for them.
-MIN_ROWS = 65
+__all__ = ["HopperLaunch", "choose_launch", "run_hopper", "sum_planes"]
+
 # What one program of `sum_planes_kernel` adds.
 _PIECE_N, _PIECE_M = 64, 32
 
@@ -44,7 +45,7 @@ _PIECE_N, _PIECE_M = 64, 32
 @gluon.jit
 def _copy_block(
     words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs, stage, N_padded,
-    inside, GROUPS: gl.constexpr,
+    inside, GROUPS: gl.constexpr, X_PARTS: gl.constexpr,
 ):  # fmt: skip
     """Ask for one block's words [BLOCK_N, 32], scales [BLOCK_N] a group, and x by 32 inputs."""
     async_copy.async_copy_global_to_shared(
@@ -55,16 +56,47 @@ def _copy_block(
         async_copy.async_copy_global_to_shared(
             metas.index(stage * GROUPS + group), ptrs, mask=inside
         )
-    for quarter in gl.static_range(4):
+    for part in gl.static_range(X_PARTS):
         async_copy.async_copy_global_to_shared(
-            xs[quarter].index(stage), x_ptrs + 32 * quarter, mask=inside
+            xs[part].index(stage), x_ptrs + 128 // X_PARTS * part, mask=inside
         )
 
 
 @gluon.jit
-def _widened(words, metas, stage, meta_layout, QUARTER: gl.constexpr, GROUPS: gl.constexpr,
-             SCALE: gl.constexpr, CT: gl.constexpr):  # fmt: skip
-    meta = metas.index(stage * GROUPS + QUARTER * GROUPS // 4).load(meta_layout)
+def _x_parts(
+    kind: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, X_PARTS: gl.constexpr
+):
+    """Shared memory for x, 128 / X_PARTS inputs in each of X_PARTS allocations."""
+    WIDTH: gl.constexpr = 128 // X_PARTS
+    layout: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * WIDTH), 16, 2)
+    shape: gl.constexpr = [STAGES, BLOCK_M, WIDTH]
+    first = gl.allocate_shared_memory(kind, shape, layout)
+    if X_PARTS == 1:
+        return (first,)
+    elif X_PARTS == 2:
+        return first, gl.allocate_shared_memory(kind, shape, layout)
+    else:
+        second = gl.allocate_shared_memory(kind, shape, layout)
+        third = gl.allocate_shared_memory(kind, shape, layout)
+        return first, second, third, gl.allocate_shared_memory(kind, shape, layout)
+
+
+@gluon.jit
+def _metas(metas, stage, layout, GROUPS: gl.constexpr):
+    """A block's scales and zeros, one tensor for each group."""
+    first = metas.index(stage * GROUPS).load(layout)
+    if GROUPS == 1:
+        return (first,)
+    elif GROUPS == 2:
+        return first, metas.index(stage * GROUPS + 1).load(layout)
+    else:
+        second = metas.index(stage * GROUPS + 1).load(layout)
+        third = metas.index(stage * GROUPS + 2).load(layout)
+        return first, second, third, metas.index(stage * GROUPS + 3).load(layout)
+
+
+@gluon.jit
+def _widened(words, meta, QUARTER: gl.constexpr, SCALE: gl.constexpr, CT: gl.constexpr):
     zero = gl.expand_dims(negated_zero(meta, CT), 1)
     scale = gl.expand_dims(scale_of(meta, SCALE), 1)
     return scaled_weights(words, zero, scale, QUARTER, CT, SCALE)
@@ -87,16 +119,20 @@ def awq_hopper_kernel(
     SPLIT_K: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
+    X_PARTS: gl.constexpr,
     SCALE: gl.constexpr,
     CT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     WARPS: gl.constexpr = gl.num_warps()
-    AHEAD: gl.constexpr = STAGES - 2
+    AHEAD: gl.constexpr = STAGES - 1
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     word_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     meta_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+    x_copy_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [2 * X_PARTS, 16 // X_PARTS], [WARPS, 1], [1, 0]
+    )
     line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words = gl.allocate_shared_memory(
         gl.int16, [STAGES, BLOCK_N, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
@@ -105,14 +141,7 @@ def awq_hopper_kernel(
         gl.int32, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     # An allocation each: Triton puts a barrier between copies into one.
-    x_layout: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    x_type: gl.constexpr = x_ptr.dtype.element_ty
-    xs = (
-        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
-        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
-        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
-        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 32], x_layout),
-    )
+    xs = _x_parts(x_ptr.dtype.element_ty, STAGES, BLOCK_M, X_PARTS)
 
     num_blocks = K // 128
     per_split = (num_blocks + SPLIT_K - 1) // SPLIT_K
@@ -126,8 +155,9 @@ def awq_hopper_kernel(
     word_offsets = gl.expand_dims(row, 1) * 32 + gl.expand_dims(column, 0)
     meta_offsets = gl.arange(0, BLOCK_N, line_layout)
     # Rows past the end repeat the last one; what comes of them is not stored.
-    row_m = gl.minimum(first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copy_layout)), M - 1)
-    x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(column, 0)
+    row_m = gl.minimum(first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout)), M - 1)
+    x_column = gl.arange(0, 128 // X_PARTS, gl.SliceLayout(0, x_copy_layout))
+    x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(x_column, 0)
     start = first.to(gl.int64)
     words_ptr += (start * N_padded + first_n) * 32
     meta_ptr += start * (N_padded * GROUPS) + first_n
@@ -138,7 +168,7 @@ def awq_hopper_kernel(
     for block in gl.static_range(AHEAD):
         _copy_block(
             words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs, block,
-            N_padded, block < count, GROUPS,
+            N_padded, block < count, GROUPS, X_PARTS,
         )  # fmt: skip
         words_ptr += N_padded * 32
         meta_ptr += N_padded * GROUPS
@@ -150,35 +180,38 @@ def awq_hopper_kernel(
     fence_async_shared()
     tl.debug_barrier()
     packed = words.index(0).load(word_layout)
-    w = _widened(packed, metas, 0, meta_layout, 0, GROUPS, SCALE, CT)
+    meta = _metas(metas, 0, meta_layout, GROUPS)
+    w = _widened(packed, meta[0], 0, SCALE, CT)
     for block in range(count):
         stage = block % STAGES
         following = (block + 1) % STAGES
         for quarter in gl.static_range(4):
-            x = xs[quarter].index(stage).permute([1, 0])
+            x_part = xs[quarter * X_PARTS // 4].index(stage)
+            x = x_part.slice(quarter * 32 % (128 // X_PARTS), 32, dim=1).permute([1, 0])
             acc = warpgroup_mma(w, x, acc, is_async=True)
             if quarter == 2:
+                async_copy.wait_group(AHEAD - 2)
+                fence_async_shared()
+                tl.debug_barrier()
+                next_packed = words.index(following).load(word_layout)
+                next_meta = _metas(metas, following, meta_layout, GROUPS)
                 # Every warp is done with the block before this one: its stage is filled again.
                 _copy_block(
                     words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs,
-                    (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS,
+                    (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS, X_PARTS,
                 )  # fmt: skip
                 words_ptr += N_padded * 32
                 meta_ptr += N_padded * GROUPS
                 x_ptrs += 128
                 async_copy.commit_group()
-                async_copy.wait_group(AHEAD - 1)
-                fence_async_shared()
-                tl.debug_barrier()
-                next_packed = words.index(following).load(word_layout)
             if quarter < 3:
-                next_w = _widened(packed, metas, stage, meta_layout, quarter + 1, GROUPS, SCALE, CT)
+                next_w = _widened(packed, meta[(quarter + 1) * GROUPS // 4], quarter + 1, SCALE, CT)
             else:
-                next_w = _widened(next_packed, metas, following, meta_layout, 0, GROUPS, SCALE, CT)
-                packed = next_packed
-            acc, w, next_w = warpgroup_mma_wait(0, deps=[acc, w, next_w])
+                packed, meta = next_packed, next_meta
+                next_w = _widened(packed, meta[0], 0, SCALE, CT)
+            acc, w, next_w = warpgroup_mma_wait(1, deps=[acc, w, next_w])
             w = next_w
-    total = acc
+    total = warpgroup_mma_wait(0, deps=[acc])
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if SPLIT_K == 1:
@@ -234,41 +267,20 @@ def sum_planes_kernel(
     tl.store(out, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class HopperLaunch:
-    """The tile of one multiply, and how many programs share its K."""
-
-    block_n: int = 256
-    block_m: int = 128
-    split_k: int = 1
-    num_warps: int = 8
-    num_stages: int = 4
-
-
-@lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
-def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
-    """Launch of x [m, k] times weights [n, k]; None where another way was measured to be faster."""
-    if chip.sm != 90 or m < MIN_ROWS or n < 256 or k % BLOCK_K:
-        return None
-    best = tuned_table(chip, OP).get(f"n{n}-k{k}-m{next_power_of_2(m)}")
-    return None if best is None else HopperLaunch(**best)
-
-
 def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> torch.Tensor:
     """One multiply with a given choice (benchmarks and tuning call this). Copies are of 16 bytes,
     and the compiler has to know: x's rows lie multiples of 16 elements apart. K is whole blocks.
     """
     m, k = x.shape
-    assert k % BLOCK_K == 0 and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
+    assert k % BLOCK_K == 0 and x.stride(0) % 16 == 0 and x.storage_offset() % 8 == 0
     n, n_padded = weight.out_features, weight.words.shape[1]
     assert n_padded >= launch.block_n
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    grid = (cdiv(m, launch.block_m), cdiv(n_padded, launch.block_n), launch.split_k)
     partials = y
     if launch.split_k > 1:
-        size = launch.split_k * grid[0] * grid[1] * launch.block_n * launch.block_m
+        size = launch.partial_bytes(m, n_padded) // 4
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    awq_hopper_kernel[grid](
+    awq_hopper_kernel[launch.grid(m, n_padded)](
         x,
         weight.words,
         weight.meta,
@@ -284,6 +296,7 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         SPLIT_K=launch.split_k,
         GROUPS=weight.groups_per_block,
         STAGES=launch.num_stages,
+        X_PARTS=launch.x_parts,
         SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
         CT=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
         PDL=True,

@@ -276,7 +276,8 @@ def test_device_wide_kernel(
 
 HOPPER = (
     HopperLaunch(),
-    HopperLaunch(split_k=3),
+    HopperLaunch(split_k=3, x_parts=4),
+    HopperLaunch(split_k=8),
     HopperLaunch(block_m=64, split_k=2, num_stages=5),
     HopperLaunch(block_n=128, num_stages=5),
     HopperLaunch(block_n=128, block_m=256, num_stages=3),

@@ -136,7 +136,7 @@ HOPPER_SIGNATURE = {name: kind for name, kind in WIDE_SIGNATURE.items() if name 
     ("launch", "groups", "x"),
     [
         (awq_hopper.HopperLaunch(), 1, "bf16"),
-        (awq_hopper.HopperLaunch(split_k=4), 4, "fp16"),
+        (awq_hopper.HopperLaunch(split_k=4, x_parts=4), 4, "fp16"),
         (awq_hopper.HopperLaunch(block_m=64, num_stages=5), 2, "bf16"),
         (awq_hopper.HopperLaunch(block_n=128, block_m=128, num_stages=5), 1, "bf16"),
     ],
@@ -150,6 +150,7 @@ def test_awq_hopper_widens_beside_its_multiplies(
         "SPLIT_K": launch.split_k,
         "GROUPS": groups,
         "STAGES": launch.num_stages,
+        "X_PARTS": launch.x_parts,
         "SCALE": tl.float16,
         "CT": tl.bfloat16 if x == "bf16" else tl.float16,
         "PDL": True,
@@ -160,12 +161,12 @@ def test_awq_hopper_widens_beside_its_multiplies(
     assert registers_and_spills(compiled, tmp_path)[1] == 0
     assert int(compiled.metadata.shared) <= CHIPS[90].shared_bytes
     assert_waits_first(kernel, signature, constexprs, launch.num_warps)
-    # A wait for each quarter of a block; where the compiler finds that registers of a multiply
-    # under way are touched, it waits for every single instruction instead.
+    # A wait for each quarter of a block, and one at the end; where the compiler finds registers of
+    # a multiply under way touched, it waits for every single instruction instead.
     code = machine_code(compiled, tmp_path)
     quarter = launch.block_n // 64 * 2 // (launch.num_warps // 4)
     assert code.count("HGMMA.") == 4 * quarter
-    assert code.count("WARPGROUP.DEPBAR") == 4
+    assert code.count("WARPGROUP.DEPBAR") == 5
     # And widening does happen between the instructions of a multiply.
     between = re.findall(r"HGMMA\.(.*?)(?=HGMMA\.)", code, re.DOTALL)
     assert sum("HFMA2" in part for part in between) >= 3

@@ -1,0 +1,63 @@
+"""How `awq_hopper` is launched: the tile, and how many programs share its K. Torch-free."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from multilora_kernels.chip import Chip, tuned_table
+from multilora_kernels.split_choice import BLOCK_K
+
+OP = "awq_hopper"
+# Fewer rows keep the order of sums that `awq_gemm` promises for them.
+MIN_ROWS = 65
+# More rows are widened once and multiplied by the library.
+_MAX_ROWS = 1024
+# What a launch takes beside its steps, in steps of 256 x 128 x 128: filling the pipeline and
+# writing the product; and for partials, a launch of its own and each of their planes.
+_START, _PARTIALS, _PLANE = 3.0, 2.0, 0.5
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """The tile of one multiply, and how many programs share its K."""
+
+    block_n: int = 256
+    block_m: int = 128
+    split_k: int = 1
+    num_warps: int = 8
+    num_stages: int = 4
+    x_parts: int = 2  # allocations that hold a block of x
+
+    def grid(self, m: int, n_padded: int) -> tuple[int, int, int]:
+        """Programs: tiles of rows, which share weights, then tiles of outputs, then splits."""
+        return -(-m // self.block_m), -(-n_padded // self.block_n), self.split_k
+
+    def partial_bytes(self, m: int, n_padded: int) -> int:
+        """Bytes of the fp32 sums that programs with a share of K leave for a second launch."""
+        tiles_m, tiles_n, split = self.grid(m, n_padded)
+        return 4 * tiles_m * self.block_m * tiles_n * self.block_n * split if split > 1 else 0
+
+
+@lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
+def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
+    """Launch of x [m, k] times weights [n, k]; None where it does not run or another way is
+    faster."""
+    if chip.sm != 90 or n <= 128 or k % BLOCK_K or not MIN_ROWS <= m <= _MAX_ROWS:
+        return None
+    tuned = tuned_table(chip, OP).get(f"n{n}-k{k}-m{1 << (m - 1).bit_length()}")
+    if tuned is None:
+        return None
+    if tuned:
+        return HopperLaunch(**tuned)
+    tiles_m, tiles_n, _ = HopperLaunch().grid(m, n)
+    return HopperLaunch(split_k=_choose_split(tiles_m * tiles_n, k // BLOCK_K, chip.num_sms))
+
+
+def _choose_split(tiles: int, blocks: int, num_sms: int) -> int:
+    """How many programs share the K of a tile, one program to a multiprocessor."""
+
+    def cost(split: int) -> float:
+        turns = -(-tiles * split // num_sms)
+        beside = _PARTIALS + _PLANE * split if split > 1 else 0.0
+        return turns * (-(-blocks // split) + _START) + beside
+
+    return min(range(1, min(8, blocks) + 1), key=cost)
