@@ -140,8 +140,9 @@ def scale_kernel(
     """y[m, n] = raw[m, n] * sx[m] * sw[n]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(N, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     scale = tl.load(sw_ptr + n, mask=n < N, other=0.0) * tl.load(sx_ptr + row * stride_sx)
     raw = tl.load(raw_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * N + n, (raw * scale).to(y_ptr.dtype.element_ty), mask=n < N)
@@ -387,7 +388,8 @@ def run_scaled(
     m, n = raw.shape
     y = torch.empty((m, n), dtype=dtype, device=xq.device)
     pdl = chip_for(xq.device).has_pdl
-    scale_kernel[(cdiv(n, 1024), m)](
+    # One dimension: the second one ends at 65,535, and a step may have more rows.
+    scale_kernel[(cdiv(n, 1024) * m,)](
         raw, sx, weight.scale, y, n, _row_stride(sx, m), BLOCK=1024, PDL=pdl, launch_pdl=pdl
     )
     return y
