@@ -12,8 +12,12 @@ from multilora_cli.cli.options import JsonOption, QuietOption
 def dummy(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
     model: Annotated[
-        str, typer.Option(help="A shape by name, or a folder with a config.json.")
-    ] = "llama-3-8b",
+        str | None,
+        typer.Option(
+            help="A shape by name, or a folder with a config.json. Default: llama-3-8b; tiny where"
+            " there is no card."
+        ),
+    ] = None,
     setting: Annotated[
         str,
         typer.Option(
@@ -45,13 +49,20 @@ def dummy(
     """
     from multilora_cli.bench.dummy_fleet import write_fleet
     from multilora_cli.bench.neutral import make_settings
+    from multilora_cli.cli.bench_offline import usual_model
     from multilora_cli.errors import BadInput
 
     console = Console(as_json=as_json, quiet=quiet)
     chosen = make_settings(setting.split(","), adapters, flag="--setting", layers=layers)
+    model = model or usual_model(console, "auto", "written")
     try:
         path = write_fleet(folder, model, quantization, chosen)
     except OSError as error:
         raise BadInput(f"{folder}: {error.strerror or error}") from None
-    console.line(str(path) if quiet else f"written: serve it with mlora serve {path}")
+    if quiet:
+        console.line(str(path))
+    else:
+        console.line(
+            f"{model}, written: mlora serve {path} serves it, mlora bench {path} measures it"
+        )
     console.value({"fleet": str(path)})

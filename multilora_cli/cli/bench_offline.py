@@ -62,7 +62,7 @@ def offline(
 
     check_writable(output, "--output")
     console = Console(as_json=as_json, quiet=quiet)
-    model = model or _usual_model(console, device)
+    model = model or usual_model(console, device, "measured")
     batches = _numbers("--batch", batch)
     inputs, outputs = parse_lengths(lengths, 1, 0)
     bench = _Bench(
@@ -310,13 +310,14 @@ def _show(console: Console, records: "Sequence[dict[str, Any]]") -> None:
     console.value(list(records))
 
 
-def _usual_model(console: Console, device: str) -> str:
-    """An 8B where a card can run it; on a CPU a step of one would take seconds."""
+def usual_model(console: Console, device: str, what: str) -> str:
+    """An 8B where a card can run it. On a CPU a step of one takes seconds: there it is tiny, and
+    a note says that this was `what`: measured, written."""
     from multilora_cli.sizing.hardware import local_card
 
     if device != "cpu" and local_card() is not None:
         return "llama-3-8b"
-    console.note("on a CPU the shape tiny is measured; another one: --model llama-3-8b")
+    console.note(f"on a CPU the shape tiny is {what}; another one: --model llama-3-8b")
     return "tiny"
 
 

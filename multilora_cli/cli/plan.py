@@ -83,12 +83,12 @@ def _one(
     except Refused as error:
         raise Refused(error.message, hint=what_would_fit(request) or error.hint) from None
     value = result.as_json()
+    forecast = None if calls is None else _forecast(calls, result)
     if not console.quiet:
         show_plan(console, result)
     else:
         console.line("fits" if result.fits else "does not fit")
-    if calls is not None:
-        forecast = _forecast(calls, result)
+    if forecast is not None:
         show_forecast(console, forecast)
         value["trace"] = forecast
     console.value(_plain(value))

@@ -16,17 +16,16 @@ from multilora_cli.fleet.declared import declared_patterns
 from multilora_cli.fleet.load import LoadedFleet, load_fleet
 from multilora_cli.models.checkpoint import open_checkpoint
 from multilora_cli.models.quantized_tensors import find_linears
-from multilora_cli.sizing.budget import CONTEXT_BYTES, base_bytes
+from multilora_cli.sizing.budget import CONTEXT_BYTES
 from multilora_cli.sizing.device import check_context
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.hardware import Gpu
+from multilora_cli.sizing.host_memory import cpu_pool_bytes, free_host_bytes
 from multilora_cli.sizing.pages import TARGETS, uniform_ranks
 from multilora_cli.sizing.quantization import AWQ, Quantization, choose_quantization
 from multilora_cli.sizing.quantization_config import read_quantization
 from multilora_cli.sizing.report import AdapterShape, PlanRequest
 from multilora_cli.units import format_size
-
-_CPU_POOL = 2 * 2**30  # what an engine on a CPU takes for its pool unless told otherwise
 
 
 def plan_request(
@@ -61,7 +60,8 @@ def plan_request(
         geometry=geometry,
         quantization=quantization,
         itemsize=itemsize,
-        available_bytes=_available(loaded, card, geometry, quantization, itemsize),
+        available_bytes=_available(loaded, card),
+        pool_bytes=_cpu_pool(loaded) if card is None else None,
         gpu=card,
         adapters=tuple(shapes),
         notes=(*more, *notes),
@@ -111,11 +111,8 @@ def _quantization(
     return find_linears(folder, open_checkpoint(folder), geometry, chosen).quantization, []
 
 
-def _available(
-    loaded: LoadedFleet, card: Gpu | None, geometry: ModelGeometry,
-    quantization: Quantization, itemsize: int,
-) -> int:  # fmt: skip
-    """Bytes the fleet may use: what the file says, else the card's share, else the CPU's pool.
+def _available(loaded: LoadedFleet, card: Gpu | None) -> int:
+    """Bytes the fleet may use: what the file says, else the share of the card or of free memory.
 
     Raises Refused where the card has less.
     """
@@ -132,7 +129,14 @@ def _available(
     if card is not None:
         share = int(card.memory_bytes * memory.device_fraction)
         return min(share, card.memory_bytes - CONTEXT_BYTES)
-    return base_bytes(geometry, itemsize, quantization).total + _CPU_POOL
+    return int(free_host_bytes() * memory.device_fraction)
+
+
+def _cpu_pool(loaded: LoadedFleet) -> int | None:
+    """The pool of an engine on this machine's CPU; None where the file says what to use."""
+    if loaded.fleet.memory.device_bytes is not None:
+        return None
+    return cpu_pool_bytes(free_host_bytes())
 
 
 def _adapters(

@@ -19,7 +19,6 @@ from multilora_cli.engine.device_memory import (
     choose_device,
     choose_dtype,
     choose_kv_dtype,
-    free_host_bytes,
 )
 from multilora_cli.engine.drift import measure_drift
 from multilora_cli.engine.examine import Examined, examine
@@ -34,6 +33,7 @@ from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.progress import Report
 from multilora_cli.sizing.budget import base_bytes
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_cli.sizing.host_memory import free_host_bytes
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_cli.units import format_size
 

@@ -13,14 +13,13 @@ from multilora_cli.models.quantized import base_quantization, placed
 from multilora_cli.sizing.budget import MemoryPlan, PromptStep
 from multilora_cli.sizing.device import StepSizes, cut_device
 from multilora_cli.sizing.geometry import ModelGeometry
+from multilora_cli.sizing.host_memory import cpu_pool_bytes, free_host_bytes
 from multilora_cli.sizing.quantization import Quantization
 from multilora_cli.units import format_size
 from multilora_kernels.kv_pages import FP8
 from multilora_kernels.launch import chip_of
 
 _log = logging.getLogger(__name__)
-_CPU_POOL_MAX = 2 * 2**30
-_CPU_SHARE = 4  # a quarter of what is free
 _CUDA_MARGIN = 256 * 2**20  # the context grows by 234 MiB once kernels are loaded (budget)
 _DRIVER = Path("/proc/driver/nvidia/version")
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -146,15 +145,18 @@ def plan_memory(config: EngineConfig, geometry: ModelGeometry) -> Allocation:
         captured=config.cuda_graphs,
         captured_prompts=config.capture_prompts,
     )
-    pool = config.pool_bytes
+    pool, available = config.pool_bytes, None
     if pool is None and device.type == "cpu" and config.device_bytes is None:
-        pool = min(_CPU_POOL_MAX, free_host_bytes() // _CPU_SHARE)
+        free = free_host_bytes()
+        pool, available = cpu_pool_bytes(free), int(free * config.device_fraction)
+    elif pool is None:
+        available = _available(config, device)
     cut = cut_device(
         geometry,
         quantization,
         (dtype.itemsize, kv_dtype.itemsize),
         step,
-        available=_available(config, device) if pool is None else None,
+        available=available,
         pool=pool,
     )
     return Allocation(
@@ -184,22 +186,3 @@ def _available(config: EngineConfig, device: torch.device) -> int:
             hint="another process holds the rest: see nvidia-smi",
         )
     return config.device_bytes
-
-
-def free_host_bytes() -> int:
-    """Memory this process can still get: of the machine, or of its control group if less."""
-    free = _meminfo("MemAvailable")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else max(min(free, int(limit) - used), 0)
-
-
-def _meminfo(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    return 0

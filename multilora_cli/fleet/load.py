@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from multilora_cli.errors import FleetError
-from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern, ApiKey, Fleet
-from multilora_cli.fleet.yaml import Document, KeyPath, read_yaml, scalar
+from multilora_cli.fleet.schema import (
+    PATTERNS,
+    Adapter,
+    AdapterFolder,
+    AdapterPattern,
+    ApiKey,
+    Fleet,
+)
+from multilora_cli.fleet.yaml import Document, KeyPath, parse_yaml, read_yaml, scalar
 
 DEFAULT_FILES = ("fleet.yaml", "fleet.example.yaml")
 MAX_ERRORS = 20
@@ -57,8 +64,8 @@ def make_fleet(
 
 def _checked(document: Document, file: Path, overrides: Sequence[str]) -> LoadedFleet:
     if not isinstance(document.value, dict):
-        kind = type(document.value).__name__
-        raise FleetError(f"{file}:1:1: found {kind}, expected keys such as `base:`")
+        found = _shown(document.value)
+        raise FleetError(f"{file}:1:1: found {found}, expected keys such as `base:`")
     given = {_apply(document.value, override): f"--set {override}" for override in overrides}
     try:
         fleet = Fleet.model_validate(document.value)
@@ -103,7 +110,11 @@ def _apply(data: dict[str, Any], override: str) -> KeyPath:
         if not isinstance(child, dict):
             raise FleetError(f"--set {override}: {key} holds no keys")
         data = child
-    data[keys[-1]] = scalar(value.strip())
+    value = value.strip()
+    is_nested = value[:1] in ("[", "{")
+    data[keys[-1]] = (
+        parse_yaml(value.encode(), f"--set {path}").value if is_nested else scalar(value)
+    )
     return tuple(keys)
 
 
@@ -126,11 +137,13 @@ def first_problem(error: ValidationError) -> str:
 
 def _place(path: KeyPath, document: Document, file: str, given: Mapping[KeyPath, str]) -> str:
     """The flag that set it, else `file:line:column` of the nearest thing that the file holds."""
-    for end in range(len(path), -1, -1):
-        if path[:end] in given:
-            return given[path[:end]]
-        if path[:end] in document.positions:
-            position = document.positions[path[:end]]
+    above = [path[:end] for end in range(len(path), -1, -1)]
+    for place in above:  # a flag stands in for all that the file holds below its key
+        if place in given:
+            return given[place]
+    for place in above:
+        if place in document.positions:
+            position = document.positions[place]
             return f"{file}:{position.line}:{position.column}"
     return file
 
@@ -144,10 +157,9 @@ def _describe(item: dict[str, Any]) -> tuple[KeyPath, str]:
     if item["type"] == "missing":
         return path[:-1], f"required key {path[-1]!r} is missing"
     message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    if item["type"] == "value_error" and message.startswith("adapters."):
+    if item["type"] == "value_error" and not path:  # of the whole file: it names the key itself
         key, _, problem = message.partition(": ")
-        parts = key.split(".")
-        return (parts[0], int(parts[1]), *parts[2:]), problem
+        return tuple(int(part) if part.isdigit() else part for part in key.split(".")), problem
     found = item["input"]
     secret = any(part in ("api_keys", "admin_key") for part in path)
     shown = "a value (not shown)" if secret else _shown(found)
@@ -156,7 +168,12 @@ def _describe(item: dict[str, Any]) -> tuple[KeyPath, str]:
     if item["type"] == "string_type" and isinstance(found, bool | int | float):
         message = 'a text; write it in quotes: "..."'
     if item["type"] == "string_pattern_mismatch":
-        message = f"a text that matches {item['ctx']['pattern']}"
+        message = PATTERNS[item["ctx"]["pattern"]]
+    if item["type"] in ("model_type", "dict_type", "model_attributes_type"):
+        known = _known_keys((*path, ""))
+        message = f"keys below it, such as {known[0]}: ..." if known else "keys below it"
+    if item["type"] in ("list_type", "tuple_type"):
+        message = "a list, such as [a, b]"
     return path, f"found {shown}, expected {message}"
 
 

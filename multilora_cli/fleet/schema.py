@@ -82,7 +82,12 @@ Duration = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=10**8), _D
 AdapterName = Annotated[str, AfterValidator(_name)]
 Secret = Annotated[str, AfterValidator(_secret)]
 Digest = Annotated[str, AfterValidator(_digest)]
-Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]+$")]
+_PLAIN, _DEVICE = r"^[^\x00-\x1f\x7f]+$", r"^(auto|cpu|cuda(:\d{1,2})?)$"
+PATTERNS = {  # what each asks for, in a person's words
+    _PLAIN: "a text without control characters",
+    _DEVICE: "auto, cpu, cuda or cuda:N",
+}
+Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=_PLAIN)]
 
 
 TemplateOwner = Annotated[Text, AfterValidator(_template)]
@@ -121,7 +126,7 @@ class Base(Part):
 class Memory(Part):
     """Where bytes may go."""
 
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,2})?)$")] = "auto"
+    device: Annotated[str, Field(pattern=_DEVICE)] = "auto"
     device_fraction: float = Field(
         default=0.92, gt=0, le=1, description="share of device memory to use"
     )

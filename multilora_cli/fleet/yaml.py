@@ -47,11 +47,23 @@ def read_yaml(path: Path) -> Document:
         raise FleetError(
             f"{path}: no such fleet file", hint="README.md shows one; mlora schema says every key"
         ) from None
+    except IsADirectoryError:
+        raise FleetError(f"{path}: a folder, expected a fleet file", hint=_hint(path)) from None
     except OSError as error:
         raise FleetError(f"{path}: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
         raise FleetError(f"{path}: larger than 8 MiB")
     return parse_yaml(raw, str(path))
+
+
+def _hint(folder: Path) -> str:
+    """What was probably meant by a folder where a fleet file is expected."""
+    if (folder / "adapter_config.json").is_file():
+        return f"this is an adapter: mlora verify {folder} --base MODEL checks it"
+    files = sorted(folder.glob("*.yaml"))
+    if files:
+        return f"there is {files[0]}"
+    return "README.md shows one; mlora schema says every key"
 
 
 def parse_yaml(raw: bytes, where: str) -> Document:
@@ -72,7 +84,9 @@ def parse_yaml(raw: bytes, where: str) -> Document:
         source = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
         if mark and source[mark.column : mark.column + 1] == "\t":
             problem = "found a tab; YAML is indented with spaces"
-        raise FleetError(f"{where}{place}: {problem}") from None
+        raise FleetError(
+            f"{where}{place}: {problem}", hint="a fleet file is YAML, as README.md shows one"
+        ) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise FleetError(f"{where}: not YAML: {str(error).splitlines()[0]:.200}") from None
     if node is None:

@@ -293,7 +293,12 @@ def table_bytes(geometry: ModelGeometry, num_slots: int, max_blocks: int) -> int
 
 
 def plan_pool(
-    geometry: ModelGeometry, available: int, kv_itemsize: int, parts: Mapping[str, int]
+    geometry: ModelGeometry,
+    available: int,
+    kv_itemsize: int,
+    parts: Mapping[str, int],
+    *,
+    on_card: bool = True,
 ) -> MemoryPlan:
     """The pool that `available` bytes leave beside the other parts of a MemoryPlan, by name.
 
@@ -307,6 +312,11 @@ def plan_pool(
         raise Refused(
             f"the base does not fit: {format_size(need)} needed ({named}),"
             f" {format_size(available)} available",
-            hint="quantise the base, lower limits.max_num_batched_tokens, or use a larger card",
+            hint=(
+                "quantise the base, lower limits.max_num_batched_tokens, or use a larger card"
+                if on_card
+                else "a CPU holds weights in 32 bits: take a smaller base, or a machine with a card"
+                " (mlora plan --gpu says which)"
+            ),
         )
     return MemoryPlan(pool=pool, page_bytes=page, **parts)

@@ -99,7 +99,8 @@ def cut_device(
     available: int | None = None,
     pool: int | None = None,
 ) -> DeviceCut:
-    """The parts of `available` bytes, or those around a pool of a given size. Raises Refused.
+    """The parts of `available` bytes, or those around a pool of a given size: where both are
+    given, a smaller pool than that if need be. Raises Refused where no pool is left.
 
     `itemsizes` are those of the compute dtype and of K and V.
     """
@@ -121,8 +122,10 @@ def cut_device(
     blocks = max_blocks(geometry, itemsize, size, kv_page_bytes(geometry, kv_itemsize))
     tables = table_bytes(geometry, step.num_slots, blocks)
     if pool is not None:
-        size = pool + tables + sum(fixed.values())
-    plan = plan_pool(geometry, size, kv_itemsize, fixed | {"tables": tables})
+        around = pool + tables + sum(fixed.values())
+        size = around if available is None else min(around, available)
+    parts = fixed | {"tables": tables}
+    plan = plan_pool(geometry, size, kv_itemsize, parts, on_card=step.chip is not None)
     return DeviceCut(plan, blocks)
 
 

@@ -146,6 +146,7 @@ class PlanRequest:
     itemsize: int  # of the compute dtype
     available_bytes: int
     gpu: Gpu | None = None
+    pool_bytes: int | None = None  # of the pool at most; None: what is left
     adapters: tuple[AdapterShape, ...] = ()
     notes: tuple[str, ...] = ()  # become warnings of the plan
 
@@ -189,7 +190,9 @@ def plan_fleet(request: PlanRequest) -> FleetPlan:
         model=request.fleet.base.model,
         gpu=gpu.name if gpu else "CPU",
         storage=request.quantization.describe(),
-        available_bytes=request.available_bytes,
+        available_bytes=min(request.available_bytes, sum(memory.parts().values()))
+        if request.pool_bytes is not None
+        else request.available_bytes,
         base=base,
         memory=memory,
         adapter_pages=allowed,
@@ -224,6 +227,7 @@ def _memory(request: PlanRequest) -> MemoryPlan:
             request.gpu.chip if request.gpu is not None else None,
         ),
         available=request.available_bytes,
+        pool=request.pool_bytes,
     ).plan
 
 

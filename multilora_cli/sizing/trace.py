@@ -131,7 +131,10 @@ def forecast(
     for call in adapted:
         name = str(call.adapter)
         if name not in pages:
-            raise BadInput(f"the trace asks for {name!r}, which is not in the fleet")
+            raise BadInput(
+                f"the trace asks for {name!r}, which is not in the fleet",
+                hint="add it to the fleet file, or take its lines out of the trace",
+            )
         in_warm = warm.touch(name, pages[name])
         in_hot = hot.touch(name, pages[name])
         counts["hot" if in_hot else "warm" if in_warm else "cold"] += 1

@@ -34,6 +34,17 @@ def test_a_dummy_fleet_is_planned_like_any_other(tmp_path: Path) -> None:
     assert len(loaded.adapters) == 64 and loaded.base.quantization == "none"
 
 
+def test_a_dummy_fleet_fits_the_machine_that_it_is_written_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An 8B in float32 ends a machine of 24 GiB; whoever wants one without a card names it."""
+    monkeypatch.setattr("multilora_cli.sizing.hardware.local_card", lambda: None)
+    result = make(tmp_path / "here")
+    assert "on a CPU the shape tiny is written; another one: --model llama-3-8b" in result.stderr
+    assert load_fleet(tmp_path / "here" / "fleet.yaml").fleet.base.served_name == "tiny"
+    assert "on a CPU" not in make(tmp_path / "8b", "--model", "llama-3-8b").stderr
+
+
 def test_a_dummy_awq_base_says_so_in_its_config(tmp_path: Path) -> None:
     make(tmp_path, "--model", "tiny", "--quantization", "awq", "--adapters", "2")
     config = json.loads((tmp_path / "base" / "config.json").read_text())

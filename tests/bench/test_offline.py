@@ -215,11 +215,11 @@ def test_a_cpu_is_not_given_an_8b_in_silence(monkeypatch: pytest.MonkeyPatch) ->
     assert "on a CPU the shape tiny is measured; another one: --model llama-3-8b" in result.stderr
     assert "the shape tiny" not in offline("--settings", "base").stderr
 
-    from multilora_cli.cli.bench_offline import _usual_model
+    from multilora_cli.cli.bench_offline import usual_model
 
     monkeypatch.setattr("multilora_cli.sizing.hardware.local_card", lambda: object())
-    assert _usual_model(Console(), "auto") == _usual_model(Console(), "cuda:0") == "llama-3-8b"
-    assert _usual_model(Console(), "cpu") == "tiny"
+    for device, shape in (("auto", "llama-3-8b"), ("cuda:0", "llama-3-8b"), ("cpu", "tiny")):
+        assert usual_model(Console(), device, "measured") == shape
 
 
 def test_only_steps_in_which_all_decode_are_timed() -> None:

@@ -99,6 +99,23 @@ def test_a_trace_is_read_before_anything_is_said(fleet: Path) -> None:
     grid = ["plan", str(fleet), "--gpu", "h200", "--set", "base.quantization=awq,fp8"]
     several = runner.invoke(app, [*grid, "--trace", "none.jsonl"])
     assert several.exit_code == 2 and "--trace" in several.stderr
+    other = fleet.with_name("other.jsonl")
+    other.write_text('{"time": 0, "adapter": "who", "input": 5, "output": 5}\n')
+    unknown = runner.invoke(app, ["plan", str(fleet), "--gpu", "h200", "--trace", str(other)])
+    assert unknown.exit_code == 2 and unknown.stdout == "" and "'who'" in unknown.stderr
+
+
+def test_a_plan_for_a_cpu_is_what_its_engine_takes() -> None:
+    """One rule for the pool beside a base, on this machine's memory."""
+    from multilora_cli.cli.startup import prepare
+    from multilora_cli.engine.device_memory import plan_memory
+
+    example = Path(__file__).parents[2] / "fleet.example.yaml"
+    here = ("--set", "memory.device=cpu")
+    startup = prepare(example, ("memory.device=cpu", "server.port=0"))
+    engine = plan_memory(startup.engine, startup.geometry).plan
+    planned_here = planned(example, *here)["memory"]
+    assert {part: planned_here[part] for part in engine.parts()} == engine.parts()
 
 
 @pytest.mark.parametrize("width", [80, 120])

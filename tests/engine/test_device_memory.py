@@ -39,6 +39,24 @@ def test_default_on_a_cpu_is_a_quarter_of_free_memory_at_most_two_gib(
         assert plan.pool == pool // F2_PAGE * F2_PAGE
 
 
+def test_on_a_cpu_nothing_is_taken_that_is_not_free(
+    fleet: SignatureFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool gives way to the base, and a base beyond what is free is refused, not killed."""
+    config, geometry = EngineConfig(model_path=str(fleet.base)), read_geometry(fleet.base)
+    parts = plan_memory(config, geometry).plan.parts()
+    around = sum(parts.values()) - parts["pool"]
+    free = int((around + 3 * F2_PAGE) / config.device_fraction) + 1
+    monkeypatch.setattr(device_memory, "cpu_pool_bytes", lambda free: 2**30)
+    monkeypatch.setattr(device_memory, "free_host_bytes", lambda: free)
+    plan = plan_memory(config, geometry).plan
+    assert plan.num_pages >= 2 and sum(plan.parts().values()) <= free
+    monkeypatch.setattr(device_memory, "free_host_bytes", lambda: parts["weights"])
+    with pytest.raises(Refused, match="does not fit") as caught:
+        plan_memory(config, geometry)
+    assert "--gpu" in str(caught.value.hint)
+
+
 def test_device_bytes_hold_everything(fleet: SignatureFleet) -> None:
     config = EngineConfig(model_path=str(fleet.base), device_bytes=200 * 2**20)
     plan = plan_memory(config, read_geometry(fleet.base)).plan

@@ -62,10 +62,20 @@ def test_defaults(tmp_path: Path) -> None:
         ("memory.device_fraction=0.5", lambda f: f.memory.device_fraction == 0.5),
         ("limits.max_loras=4", lambda f: f.limits.max_loras == 4),
         ("memory.host_adapters=1GiB", lambda f: f.memory.host_adapters == 2**30),
+        ("server.api_keys=[env:A, env:B]", lambda f: f.server.api_keys == ("env:A", "env:B")),
     ],
 )
 def test_overrides(tmp_path: Path, override: str, read) -> None:
     assert read(load(tmp_path, GOOD, (override,)).fleet)
+
+
+def test_nested_overrides(tmp_path: Path) -> None:
+    """What lists and keys of a flag hold is placed at the flag, as its scalars are."""
+    place = r"--set limits.weights=\{zz: 2\}: limits.weights: found 'zz'"
+    with pytest.raises(FleetError, match=place):
+        load(tmp_path, GOOD, ("limits.weights={zz: 2}",))
+    with pytest.raises(FleetError, match=r"--set server.api_keys=\[x\]: server.api_keys"):
+        load(tmp_path, GOOD, ("server.api_keys=[x]",))
 
 
 @pytest.mark.parametrize("override", ["server.port", "=3", "server..port=1", "base.model.x=1"])
@@ -84,7 +94,11 @@ HOSTILE: list[tuple[str, str | bytes, str]] = [
     ("tab", "base:\n\tmodel: x\n", ":2:1: found a tab"),
     ("tab at the end", "base: {model: x\n\t", ":2:1: found a tab"),
     ("a version that is a number", B + "adapters: [{name: 1.10, source: x}]\n", "in quotes"),
-    ("a control character", 'base: {model: "a\\e"}\n', "a text that matches"),
+    (
+        "a control character",
+        'base: {model: "a\\e"}\n',
+        "expected a text without control characters",
+    ),
     ("unclosed", "base: {model: x\n", ":2:1:"),
     ("unclosed quote", 'base: {model: "x}\n', "scalar"),
     ("two documents", B + "---\nbase: {model: y}\n", ":2:1:"),
@@ -97,12 +111,22 @@ HOSTILE: list[tuple[str, str | bytes, str]] = [
     ("duplicate inside", "base:\n  model: x\n  model: y\n", ":3:3: key 'model'"),
     ("duplicate in list", B + "adapters:\n- {name: a, source: x, name: b}\n", "key 'name'"),
     ("key is a list", "? [a, b]\n: 1\n", "a key must be a plain word"),
-    ("a list", "- base\n", ":1:1: found list"),
-    ("a word", "base\n", ":1:1: found str"),
-    ("a number", "42\n", ":1:1: found int"),
+    ("a list", "- base\n", ":1:1: found a list, expected keys"),
+    ("a word", "base\n", ':1:1: found "base", expected keys'),
+    ("a number", "42\n", ":1:1: found 42, expected keys"),
     ("base missing", "server: {port: 1}\n", "required key 'base' is missing"),
     ("model missing", "base: {name: x}\n", "required key 'model' is missing"),
-    ("base is a word", "base: llama\n", ':1:1: base: found "llama"'),
+    (
+        "base is a word",
+        "base: llama\n",
+        ':1:1: base: found "llama", expected keys below it, such as model: ...',
+    ),
+    ("adapters are a word", B + "adapters: llama\n", "expected a list, such as [a, b]"),
+    (
+        "a device of another kind",
+        B + "memory: {device: gpu}\n",
+        "expected auto, cpu, cuda or cuda:N",
+    ),
     ("base is null", "base:\n", "base: found null"),
     (
         "unknown top key",
@@ -301,3 +325,19 @@ def test_a_mistake_of_a_flag_is_placed_there_not_in_the_file(
     with pytest.raises(FleetError) as caught:  # a mistake of the file stays the file's
         load(tmp_path, GOOD.replace("9000", "nine"), ("base.name=other",))
     assert "fleet.yaml:10:10: server.port" in caught.value.message
+
+
+def test_a_folder_is_no_fleet_file_and_the_hint_says_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FleetError, match="a folder, expected a fleet file") as caught:
+        load_fleet(tmp_path)
+    assert "README.md" in str(caught.value.hint)
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(FleetError) as caught:
+        load_fleet(tmp_path)
+    assert caught.value.hint == f"there is {tmp_path / 'mine.yaml'}"
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(FleetError) as caught:
+        load_fleet(tmp_path)
+    assert (
+        caught.value.hint == f"this is an adapter: mlora verify {tmp_path} --base MODEL checks it"
+    )
