@@ -42,6 +42,10 @@ def own_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class UnknownName(BadInput):
+    """No model of that name is served."""
+
+
 class Api:
     """An HTTP client of one server; use as an async context manager."""
 
@@ -164,5 +168,5 @@ def _error_of(status: int, body: bytes) -> MloraError:
     if status in (401, 403):
         return BadInput(message, hint="give a key: --api-key or MLORA_API_KEY")
     if code == "model_not_found":
-        return BadInput(message, hint="mlora list shows the names")
+        return UnknownName(message, hint="mlora list shows the names")
     return Unreachable(message) if status >= 500 else BadInput(message)

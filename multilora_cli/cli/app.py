@@ -4,10 +4,9 @@ Command modules import only typer and annotations; what is heavy is imported ins
 that `mlora --help` answers in about 0.2 s and never reaches torch or fastapi.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from multilora_cli import __version__
 from multilora_cli.cli import (
@@ -23,30 +22,12 @@ from multilora_cli.cli import (
     tiers,
     verify,
 )
+from multilora_cli.cli.commands import Command, Group
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import help_of
-from multilora_cli.errors import MloraError
-
-INTERRUPTED = 130
-
-
-class _Commands(TyperGroup):
-    """Turns the errors of commands into one line on stderr and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except MloraError as error:
-            if ctx.params.get("debug"):
-                raise
-            Console().error(error.message, error.hint)
-            raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-
 
 app = typer.Typer(
-    cls=_Commands,
+    cls=Group,
     name="mlora",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -85,7 +66,7 @@ for _panel, _name, _command in (
     (OPERATE, "warm", tiers.warm),
     (OPERATE, "evict", tiers.evict),
 ):
-    app.command(_name, rich_help_panel=_panel, help=help_of(_command))(_command)
+    app.command(_name, cls=Command, rich_help_panel=_panel, help=help_of(_command))(_command)
 app.add_typer(bench.app, name="bench", rich_help_panel=MEASURE)
 
 

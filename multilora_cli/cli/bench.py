@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from multilora_cli.cli import bench_flags as flags
 from multilora_cli.cli.bench_dummy import dummy
 from multilora_cli.cli.bench_front import front
 from multilora_cli.cli.bench_offline import offline
+from multilora_cli.cli.commands import USAGE_ERROR, Command, Group
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetArgument, JsonOption, KeyOption, QuietOption, help_of
 
@@ -20,11 +20,21 @@ if TYPE_CHECKING:
     from multilora_cli.cli.bench_options import BenchOptions
 
 
-# Typer has its own copy of click or the real one, by its version: this is the error of both.
-_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+class _RunContext(typer.Context):
+    """`run` is not typed, and so not shown."""
+
+    @property
+    def command_path(self) -> str:
+        return super().command_path.replace("bench run", "bench").replace("offline", "--offline")
 
 
-class _DefaultRun(TyperGroup):
+class _Form(Command):
+    """A form of `bench`, by what a person types for it."""
+
+    context_class = _RunContext
+
+
+class _DefaultRun(Group):
     """`mlora bench FLEET ...` is `mlora bench run FLEET ...`; --offline is `offline` where no
     FLEET is named, and a flag of `run` where one is."""
 
@@ -39,15 +49,15 @@ class _DefaultRun(TyperGroup):
         """Whether these are flags of `run` with a fleet file, and none of `offline`."""
         try:
             found, _, _ = self.commands["run"].make_parser(ctx).parse_args(list(args))
-        except _USAGE_ERROR:
+        except USAGE_ERROR:
             return False
         return found.get("fleet") is not None
 
 
 app = typer.Typer(cls=_DefaultRun, no_args_is_help=False)
-app.command("offline", help=help_of(offline))(offline)
-app.command("dummy", help=help_of(dummy))(dummy)
-app.command("front", help=help_of(front))(front)
+app.command("offline", cls=_Form, help=help_of(offline))(offline)
+app.command("dummy", cls=_Form, help=help_of(dummy))(dummy)
+app.command("front", cls=_Form, help=help_of(front))(front)
 
 
 @app.callback()
@@ -175,4 +185,4 @@ def selftest(
 
 
 for _name, _command in (("run", run), ("compare", compare), ("selftest", selftest)):
-    app.command(_name, help=help_of(_command))(_command)
+    app.command(_name, cls=_Form, help=help_of(_command))(_command)

@@ -34,9 +34,8 @@ class Live:
         self._status: Any = None
 
     def __enter__(self) -> "Live":
-        rich = self._console.rich(stderr=True)
-        if rich.is_terminal and not self._console.quiet and not self._console.as_json:
-            self._status = rich.status("starting")
+        if self._console.animates:
+            self._status = self._console.rich(stderr=True).status("starting")
             self._status.start()
         return self
 

@@ -13,6 +13,8 @@ from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
 from multilora_cli.logs import clean
 
+_COLUMN = 20  # columns of a terminal below which answers are not shown side by side
+
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
     from rich.table import Table
@@ -31,7 +33,9 @@ def chat(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Talk to an adapter. With --fleet and no --url the fleet is served for as long as you talk.
+    """Talk to an adapter of a running server, or of a fleet file.
+
+    With --fleet and no --url the fleet is served for as long as you talk.
 
     Enter sends; Alt-Enter, or a backslash at the end, starts another line. /help lists commands.
     Over a pipe every line is one prompt.
@@ -175,6 +179,11 @@ class _Talk:
             prompt_continuation=lambda width, line, wrapped: "" if wrapped else "... ",
         )
         self._console.line("Enter sends, Alt-Enter starts a new line, /help lists commands.")
+        if self._session.examples:
+            self._console.line(
+                "This is the demo: it knows simple sentences, not greetings or questions."
+                " /adapters has one for each."
+            )
         while True:
             label = FormattedText([("bold", f"{clean(self._session.adapter)}> ")])
             try:
@@ -221,7 +230,9 @@ class _Columns:
         from rich.live import Live
 
         self._texts = texts
-        self._live = Live(self._draw(), console=console.rich(), refresh_per_second=12)
+        rich = console.rich()
+        self._width = rich.width
+        self._live = Live(self._draw(), console=rich, refresh_per_second=12)
 
     def __enter__(self) -> "_Columns":
         self._live.__enter__()
@@ -236,11 +247,19 @@ class _Columns:
         self._live.update(self._draw())
 
     def _draw(self) -> "Table":
+        from rich.cells import cell_len
         from rich.table import Table
         from rich.text import Text
 
+        cells = {clean(name): Text(clean(text, keep="\n\t")) for name, text in self._texts.items()}
+        room = self._width // len(cells) - 3  # a border and two blanks each
+        if room < max(_COLUMN, *map(cell_len, cells)):  # too narrow: one below the other
+            table = Table(show_header=False, show_lines=True)
+            for name, answer in cells.items():
+                table.add_row(Text(name), answer)
+            return table
         table = Table(expand=True)
-        for name in self._texts:
-            table.add_column(Text(clean(name)), ratio=1)
-        table.add_row(*(Text(clean(text, keep="\n\t")) for text in self._texts.values()))
+        for name in cells:
+            table.add_column(Text(name), ratio=1)
+        table.add_row(*cells.values())
         return table

@@ -2,11 +2,12 @@
 
 import asyncio
 import difflib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from multilora_cli.cli.api import Api
+from multilora_cli.cli.api import Api, UnknownName
+from multilora_cli.demo import DEMO_PROMPTS, is_demo_base
 from multilora_cli.errors import BadInput, MloraError
 
 COMMANDS = {
@@ -48,6 +49,7 @@ class ChatSession:
     system: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
     comparing: tuple[str, ...] = ()
+    examples: Mapping[str, str] = field(default_factory=dict)  # by adapter, of the demo
 
     async def answer(self, prompt: str) -> AsyncIterator[str]:
         """Stream the answer; the turn is remembered only when the answer came whole."""
@@ -91,7 +93,7 @@ class ChatSession:
         if word == "/adapter":
             return [await self._switch(rest)]
         if word == "/adapters":
-            return [str(card["id"]) for card in await self.api.models()]
+            return [self._named(str(card["id"])) for card in await self.api.models()]
         if word == "/compare":
             return [await self._compare_over(rest.split())]
         if word == "/system":
@@ -108,17 +110,29 @@ class ChatSession:
             hint="/help lists the commands",
         )
 
+    def _named(self, name: str) -> str:
+        example = self.examples.get(name)
+        return f"{name}: {example}" if example else name
+
+    async def _known(self, name: str, hint: str = "/adapters lists the names") -> None:
+        """Raise UnknownName where there is no such name, with what to do about it here."""
+        try:
+            await self.api.model(name)
+        except UnknownName as error:
+            raise UnknownName(error.message, hint=hint) from None
+
     async def _switch(self, name: str) -> str:
         target = name or self.base
-        await self.api.model(target)
+        await self._known(target)
         self.adapter = target
         return f"answering as {target}; the conversation goes on (/reset forgets it)"
 
     async def _compare_over(self, names: list[str]) -> str:
         if len(names) < 2:
             raise BadInput("/compare needs at least two names", hint="/adapters lists them")
-        for name in names:
-            await self.api.model(name)
+        for index, name in enumerate(names):
+            hint = "the prompt goes on a line of its own; " if index > 1 else ""
+            await self._known(name, hint + "/adapters lists the names")
         self.comparing = tuple(dict.fromkeys(names))
         return "the next prompt is answered by " + ", ".join(self.comparing)
 
@@ -136,4 +150,6 @@ async def open_session(api: Api, adapter: str | None, settings: Settings) -> Cha
     base = next(str(card["id"]) for card in cards if not card.get("parent"))
     if adapter is not None:
         await api.model(adapter)
-    return ChatSession(api, base, adapter or base, settings)
+    demo = any(is_demo_base(str(card.get("root") or "")) for card in cards if card["id"] == base)
+    examples = DEMO_PROMPTS if demo else {}
+    return ChatSession(api, base, adapter or base, settings, examples=examples)

@@ -155,14 +155,24 @@ class Console:
         """rich's console over our stream, for progress and live displays."""
         from rich.console import Console as RichConsole
 
-        return RichConsole(file=self._stderr if stderr else self._stdout, highlight=False)
+        stream = self._stderr if stderr else self._stdout
+        if not _is_dumb():
+            return RichConsole(file=stream, highlight=False)
+        size = shutil.get_terminal_size()  # which rich takes for 80 columns, whatever it is
+        return RichConsole(file=stream, highlight=False, width=size.columns, height=size.lines)
+
+    @property
+    def animates(self) -> bool:
+        """Whether stderr is a terminal on which something may move, and somebody may look."""
+        shown = not self.as_json and not self.quiet
+        return shown and self._stderr.isatty() and not _is_dumb()
 
     @contextmanager
     def progress(self) -> Iterator[Report]:
         """Progress of phases on stderr: bars on a terminal, a line per phase otherwise."""
         if self.quiet or self.as_json:
             yield silent
-        elif not self._stderr.isatty():
+        elif not self.animates:
             yield _PhaseLines(self)
         else:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -187,6 +197,11 @@ class Console:
             if stream is self._stdout:
                 raise MloraError(f"cannot write the result: {reason_of(error)}") from None
             # of standard error there is nobody left to tell
+
+
+def _is_dumb() -> bool:
+    """A terminal that cannot move its cursor: an editor's shell, a log that calls itself one."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
 
 
 def _abandon(stream: IO[str]) -> None:

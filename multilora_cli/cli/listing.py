@@ -34,7 +34,7 @@ def list_adapters(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """List the adapters of a running server: where each is, what it costs, who keeps it, its use.
+    """List the adapters of a running server: where each is, what it costs, how it is used.
 
     Names of patterns are there once somebody has asked for them. With --traffic: how many requests
     found their adapter on the device, how many had to wait for its files, and for how long.

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from multilora_cli.server.launch import Hooks
 
 
+_DEMO_TRY = (
+    "the PT was late on monday\n"
+    "by law-glossary, medicine-glossary and shipping-glossary; the demo\n"
+    "knows simple sentences: greetings and questions confuse it"
+)
+
+
 class LogLevel(StrEnum):
     """From which level on events are logged."""
 
@@ -164,12 +171,14 @@ class _Start:
 def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -> None:
     """The panel that says what is served and where; in JSON mode the same as one value."""
     from multilora_cli.cli.api import own_url
+    from multilora_cli.demo import is_demo_base
     from multilora_cli.units import format_size
 
     parts = urlsplit(url)
     here = own_url(parts.hostname or "", parts.port or 80)
     good = startup.num_adapters - len(startup.failures)
     page = ready.page_bytes
+    is_demo = is_demo_base(startup.server.base_path)
     console.panel(
         "mlora serves",
         {
@@ -183,6 +192,7 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
             "address": f"{url}/v1",
             "docs": f"{here}/docs",
             "chat": f"mlora chat --url {here}",
+            **({"try": _DEMO_TRY} if is_demo else {}),
             **({"notes": "\n".join(ready.notes)} if ready.notes else {}),
         },
     )

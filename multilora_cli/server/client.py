@@ -7,6 +7,7 @@ in the registry of the front, so nothing but work in progress is lost.
 
 import asyncio
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -296,7 +297,7 @@ class EngineClient:
                 break
             if self.ready is None:
                 self._start_error = self._start_error or MloraError(
-                    f"the engine process ended while it started (exit status {status})"
+                    f"the engine process ended while it started ({_ending(status)})"
                 )
                 self._become("down", self._start_error.message)
                 return
@@ -364,6 +365,13 @@ class EngineClient:
             await asyncio.sleep(POLL_S)
             if self.state in ("ready", "draining"):
                 await self.query(STALL_S)
+
+
+def _ending(status: int | None) -> str:
+    """An exit status in words: most engines that are killed took more memory than there was."""
+    if status == -signal.SIGKILL:
+        return "killed, as the system does with a process when memory runs out"
+    return f"exit status {status}"
 
 
 def _reap(process: Process) -> int | None:

@@ -103,6 +103,39 @@ def test_unknown_flags_and_commands_are_exit_2() -> None:
         assert runner.invoke(app, arguments).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("chat", "--adaptor", "x"), "no such option: --adaptor; did you mean --adapter?"),
+        (("plna",), "no such command 'plna'; did you mean 'plan'?"),
+        (("warm",), "missing argument 'NAME...'"),
+        (("list", "nope"), "got unexpected extra argument(s) (nope)"),
+        (("serve", "--port", "99999"), "invalid value for '--port': "),
+        (("bench", "--sedd", "1"), "no such option: --sedd; did you mean --seed"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told_like_any_other(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    """One line and where to look; Typer draws a box of four lines, in words of its own."""
+    result = runner.invoke(app, list(arguments))
+    assert result.exit_code == 2 and result.stdout == ""
+    error, hint = result.stderr.splitlines()
+    assert error.startswith(f"error: {said}")
+    words = " ".join(word for word in arguments[:1] if word in COMMANDS)
+    assert hint == f"hint: see {' '.join(filter(None, ('mlora', words)))} --help"
+
+
+@pytest.mark.parametrize("command", [(name,) for name in COMMANDS] + [("bench", "front")])
+def test_help_says_what_flags_take_and_commands_as_they_are_typed(command: tuple[str, ...]) -> None:
+    """`--json <bool>` reads as if a value were expected; `bench run` is nothing anybody types."""
+    text = runner.invoke(app, [*command, "--help"], env={"COLUMNS": "100"}).output
+    (usage,) = [line for line in text.splitlines() if "Usage:" in line]
+    assert usage.split("Usage: ")[1].startswith(" ".join(("mlora", *command, "[OPTIONS]")))
+    assert "{" not in usage and "......" not in usage
+    assert "bool" not in text.lower()
+
+
 def test_an_unreachable_server_is_exit_3() -> None:
     for arguments in (["list"], ["chat", "-a", "x"]):
         result = runner.invoke(app, [*arguments, "--url", "http://127.0.0.1:9"], input="hi\n")

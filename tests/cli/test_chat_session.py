@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from multilora_cli.cli.api import _segment
-from multilora_cli.cli.chat import _Talk
+from multilora_cli.cli.api import UnknownName, _segment
+from multilora_cli.cli.chat import _Columns, _Talk
 from multilora_cli.cli.chat_session import COMMANDS, ChatSession, Settings, open_session
 from multilora_cli.cli.console import Console
+from multilora_cli.demo import DEMO_PROMPTS
 from multilora_cli.errors import BadInput, MloraError, Unreachable
 
 
@@ -31,7 +32,7 @@ class FakeApi:
         for card in await self.models():
             if card["id"] == name:
                 return card
-        raise BadInput(f"no model {name}")
+        raise UnknownName(f"no model {name}")
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         self.bodies.append(body)
@@ -120,12 +121,52 @@ def test_compare_asks_all_at_once_and_one_failure_is_its_own() -> None:
     assert session.comparing == () and session.turns == []
 
 
-@pytest.mark.parametrize("line", ["/compare acme", "/compare acme nobody"])
-def test_compare_needs_two_known_names(line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("/compare acme", "/adapters lists them"),
+        ("/compare acme nobody", "/adapters lists the names"),
+        ("/adapter nobody", "/adapters lists the names"),
+        ("/compare acme zeta the prompt", "the prompt goes on a line of its own; /adapters lists"),
+    ],
+)
+def test_compare_needs_two_known_names(line: str, hint: str) -> None:
     session, _ = opened()
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput) as caught:
         asyncio.run(session.command(line))
     assert session.comparing == ()
+    assert str(caught.value.hint).startswith(hint)
+
+
+def test_the_demo_says_what_to_ask_whom() -> None:
+    session, api = opened()
+    assert session.examples == {}
+    assert asyncio.run(session.command("/adapters"))[:2] == ["demo", "acme"]
+
+    async def models() -> list[dict[str, Any]]:
+        root = "/elsewhere/site-packages/multilora_cli/demo/base"
+        return [{"id": "demo", "parent": None, "root": root}, {"id": "roman", "parent": "demo"}]
+
+    api.models = models  # type: ignore[method-assign]
+    session = asyncio.run(open_session(api, None, Settings()))  # type: ignore[arg-type]
+    told = asyncio.run(session.command("/adapters"))
+    assert told == ["demo", f"roman: {DEMO_PROMPTS['roman']}"]
+
+
+@pytest.mark.parametrize(("width", "beside"), [(120, True), (80, False)])
+def test_compared_answers_are_never_cut_off(
+    width: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six columns of a narrow terminal are twelve letters each: one below the other instead."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    stream = io.StringIO()
+    names = [f"{trade}-glossary" for trade in ("shipping", "law", "tax", "medicine", "food")]
+    drawn = _Columns(Console(stdout=stream), dict.fromkeys(names, "the port was late"))._draw()
+    Console(stdout=stream).render(drawn)
+    text = stream.getvalue()
+    assert all(name in text for name in names) and "\u2026" not in text
+    rows = [line for line in text.splitlines() if "the port was late" in line]
+    assert len(rows) == (1 if beside else len(names))
 
 
 def test_reset_help_and_a_mistyped_command() -> None:

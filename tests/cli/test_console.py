@@ -120,6 +120,22 @@ def test_a_closed_reader_does_not_end_the_work() -> None:
     console.line("nobody reads this")
 
 
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_a_terminal_that_cannot_move_its_cursor(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets a line for every phase, and tables as wide as it is: rich says nothing, and folds
+    every cell of a table that was laid out for 140 columns into 80."""
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "140")
+    console, stream = written(tty=True)
+    assert console.animates == (term != "dumb")
+    if term == "dumb":
+        with console.progress() as report:
+            report("import", 0, 1)
+        assert stream.getvalue() == "starting PyTorch ...\n"
+    console.table(("name", "text"), [("a", "x" * 100)])
+    assert "x" * 100 in stream.getvalue()
+
+
 def test_a_result_that_cannot_be_written_is_an_error_and_a_note_is_none() -> None:
     """F50: a full disk behind `mlora plan > file` is told once and leaves nothing for the end of
     the interpreter to fail over; of standard error nobody is left to be told."""

@@ -15,6 +15,7 @@ from multilora_cli.cli.app import app
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.listing import told_notes
 from multilora_cli.cli.serve import _memory_lines, _Start, show_ready
+from multilora_cli.demo import DEMO_PROMPTS, demo_base_path
 from multilora_cli.engine.messages import Progress, Ready
 
 
@@ -42,7 +43,8 @@ def test_planned_beside_allocated_by_part() -> None:
 def test_the_next_step_can_be_typed_as_it_stands() -> None:
     """A server that listens everywhere is reached from here by the loopback address."""
     startup: Any = SimpleNamespace(
-        num_adapters=2, failures=(), server=SimpleNamespace(base_name="llama"),
+        num_adapters=2, failures=(),
+        server=SimpleNamespace(base_name="llama", base_path=Path("/models/llama")),
         changes=SimpleNamespace(fleet=SimpleNamespace(patterns=())),
     )  # fmt: skip
     ready = Ready(
@@ -55,7 +57,26 @@ def test_the_next_step_can_be_typed_as_it_stands() -> None:
         lines = stream.getvalue().splitlines()
         assert f"address: http://{host}:8000/v1" in lines
         assert f"chat: mlora chat --url http://{here}:8000" in lines
+        assert not any(line.startswith("try: ") for line in lines)
     assert own_url("::1", 80) == "http://[::1]:80"
+
+
+def test_the_demo_says_what_to_ask_it() -> None:
+    """It answers a greeting with nonsense, which looks like a broken server."""
+    startup: Any = SimpleNamespace(
+        num_adapters=8, failures=(),
+        server=SimpleNamespace(base_name="demo", base_path=demo_base_path()),
+        changes=SimpleNamespace(fleet=SimpleNamespace(patterns=())),
+    )  # fmt: skip
+    ready = Ready(
+        device="cpu", dtype="float32", max_model_len=1024, num_pages=26214, page_bytes=2**16,
+        planned={}, allocated={},
+    )  # fmt: skip
+    stream = io.StringIO()
+    show_ready(Console(stdout=stream), startup, ready, "http://127.0.0.1:8000")
+    (said,) = [line for line in stream.getvalue().splitlines() if line.startswith("try: ")]
+    assert DEMO_PROMPTS["law-glossary"] in said
+    assert DEMO_PROMPTS["law-glossary"] == DEMO_PROMPTS["shipping-glossary"]
 
 
 class Terminal(io.StringIO):

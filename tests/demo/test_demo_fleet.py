@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from multilora_cli.demo import DEMO_ADAPTERS, demo_adapter_path, demo_base_path
+from multilora_cli.demo import DEMO_ADAPTERS, DEMO_PROMPTS, demo_adapter_path, demo_base_path
 from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.text.chat_template import load_chat_template
 from multilora_cli.text.tokenizer import Tokenizer, load_tokenizer
@@ -62,6 +62,22 @@ def test_adapters_mixed_in_one_batch_do_their_own_jobs(
     total = PER_TASK * len(TASKS)
     assert own >= 0.95 * total
     assert cross <= 0.05 * total
+
+
+def test_what_a_person_is_told_to_try_is_answered_right(
+    tokenizer: Tokenizer, refs: dict[str, AdapterRef]
+) -> None:
+    """By each adapter, and repeated by the base."""
+    rig = Rig(demo_base_path(), pages=512, page=PAGE, dtype="float32", debug=False)
+    asked = []
+    for name, prompt in DEMO_PROMPTS.items():
+        ids = chat(tokenizer, ("user", prompt))
+        for ref, answer in ((refs[name], TASKS[name].answer(prompt)), (None, prompt)):
+            request = rig.submit(ids, ref, max_tokens=48, stop_token_ids=(END,))
+            asked.append((request, answer))
+    rig.run()
+    for request, answer in asked:
+        assert tokenizer.decode(rig.answer(request).tokens, skip_special=True) == answer
 
 
 def unseen(make: Callable[[random.Random], str], count: int) -> list[str]:

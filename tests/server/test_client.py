@@ -1,6 +1,7 @@
 """The engine client alone: starts that fail, calls that time out, frames that are broken."""
 
 import asyncio
+import signal
 import socket
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from multilora_cli.engine.messages import Progress, Ready, SamplingParams, Submit
 from multilora_cli.errors import BadInput, MloraError, RequestError
-from multilora_cli.server.client import EngineClient
+from multilora_cli.server.client import EngineClient, _ending
 from multilora_cli.server.wire import MAX_FRAME_BYTES, Wire
 from tests.fakes import Behaviour, Spawner
 
@@ -54,6 +55,10 @@ def test_an_engine_that_only_ends():
         await client.stop()
 
     run(main())
+
+
+def test_an_engine_that_is_killed_is_said_to_be():
+    assert "memory" in _ending(-signal.SIGKILL) and _ending(3) == "exit status 3"
 
 
 def test_deaths_are_counted_in_time_of_serving(monkeypatch):
