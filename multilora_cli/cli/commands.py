@@ -48,12 +48,13 @@ class Group(TyperGroup):
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
-    def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
+    def main(self, *args: Any, **settings: Any) -> Any:
         """As Typer's, but a flag that is not there is told as any other mistake is."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **settings)
+        if not settings.get("standalone_mode", True):
+            return super().main(*args, **settings)
+        settings["standalone_mode"] = False
         try:
-            status = super().main(*args, standalone_mode=False, **settings)
+            status = super().main(*args, **settings)
         except _CLICK_ERROR as error:
             _tell(error)
         except typer.Abort:
