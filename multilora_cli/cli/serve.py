@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 
 _DEMO_TRY = (
-    "the PT was late on monday\n"
-    "by law-glossary, medicine-glossary and shipping-glossary; the demo\n"
-    "knows simple sentences: greetings and questions confuse it"
+    '"the PT was late on monday", to law-glossary and shipping-glossary\n'
+    "(the demo knows simple sentences, not greetings or questions)"
 )
 
 
