@@ -116,9 +116,7 @@ class _Assembly:
         """Adapters: warm images in host memory, hot ones in the pool."""
         config, device = self.config, self.allocation.device
         page_bytes, dtype = self.pool.page_bytes, self.allocation.dtype
-        base = BaseRows(decoder)
-        # A CPU would compute between two steps what its loader threads compute beside them.
-        self.beside = base.advance if device.type == "cuda" else None
+        base = self.base_rows = BaseRows(decoder)
         crew = Crew(loaders, num_helpers())
         reader = AdapterReader(
             config, self.geometry, page_bytes, base, dtype, self.failpoints, crew
@@ -169,6 +167,7 @@ class _Assembly:
             with self.meter.part("workspace"), decoder.few_layers():  # what libraries get once
                 self._compile(decoder)
                 self._warm_up(decoder, self._report_steps)
+                self.base_rows.warm_up()
         self.graph_memory: GraphMemory | None = None
         if self.graphs:
             memory = self.graph_memory = GraphMemory(device)
@@ -306,7 +305,8 @@ def build_engine(
             now=now,
             loaders=loaders,
             steps_ahead=_steps_ahead(config, assembly.allocation),
-            beside=assembly.beside,
+            # A CPU would compute between two steps what its loader threads compute beside them.
+            beside=assembly.base_rows.advance if decoder.device.type == "cuda" else None,
         )
     )
 

@@ -11,6 +11,7 @@ from multilora_cli.models.decoder import Decoder
 
 # Rows of a weight that are held in float32 at a time: 64 MiB where a row has 16,384 elements.
 _ROWS = 1024
+_RANK = 16  # of most adapters; libraries may have other kernels for others
 # A loop that has not come by for so long has ended, or runs a very long step.
 _ABSENT_S = 0.05
 
@@ -22,8 +23,9 @@ class BaseRows:
     by a loader thread, each of them has to win the interpreter back from the thread that runs the
     steps, which keeps it for its switch interval: beside a loop without a pause that was a minute.
     So where a loop calls `advance`, its thread launches them, so many weights between two steps,
-    and loader threads wait for it. On CUDA they run on a stream of their own. A quantised weight is
-    dequantised whole for as long as its norms take.
+    and loader threads wait for it. They run between the steps on the device too, on its stream,
+    where libraries have their memory already. A quantised weight is dequantised whole for as long
+    as its norms take.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -76,12 +78,24 @@ class BaseRows:
 
     @torch.inference_mode()
     def _work(self, most: int) -> None:
-        with torch.cuda.stream(self._stream):
-            while self._jobs and most > 0:
-                job = self._jobs[0]
-                most -= job.advance()
-                if job.launched.is_set():
-                    self._jobs.popleft()
+        while self._jobs and most > 0:
+            job = self._jobs[0]
+            most -= job.advance()
+            if job.launched.is_set():
+                self._jobs.popleft()
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launch what norms of every module launch, once: libraries bring a kernel to the device at
+        its first use, for which everything stood still for 0.1 s. Of zeros, a piece of each: no
+        more memory than a load takes of a base that is not quantised."""
+        decoder = self._decoder
+        for d_in, d_out in set(decoder.geometry.module_shapes.values()):
+            count = min(d_out, _ROWS)
+            weight = torch.zeros(count, d_in, dtype=decoder.dtype, device=decoder.device)
+            a = torch.zeros(_RANK, d_in, device=decoder.device)
+            b = torch.zeros(count, _RANK, device=decoder.device)
+            _norms_of(weight, a, b, 1.0, torch.empty(count, device=decoder.device))
 
     def bias(self, layer: int, module: str) -> torch.Tensor | None:
         """The base's own bias of a projection, float32 [d_out] on the CPU; None: it has none."""
@@ -135,17 +149,16 @@ class _Norms:
             if not isinstance(self._linear.weight, DenseWeight):
                 return self._weight.numel()
         part = slice(self._start, self._start + _ROWS)
-        rows = self._weight[part].float()
-        adapted = torch.addmm(rows, self._b[part], self._a, alpha=self._scaling)
-        torch.linalg.vector_norm(adapted, dim=1, out=self._norms[part])
+        weight = self._weight[part]
+        _norms_of(weight, self._a, self._b[part], self._scaling, self._norms[part])
         self._start += _ROWS
         if self._start >= len(self._norms):
             self._weight = None
             if self._norms.is_cuda:
                 self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._done.record()
+                self._done.record(torch.cuda.current_stream(self._norms.device))
             self.launched.set()
-        return adapted.numel()
+        return weight.numel()
 
     def take(self) -> torch.Tensor:
         """Wait for the norms: float32 [d_out] on the CPU."""
@@ -154,3 +167,11 @@ class _Norms:
         if self._done is not None:
             self._done.synchronize()  # lets other threads run meanwhile
         return self._norms.cpu()
+
+
+def _norms_of(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, out: torch.Tensor
+) -> None:
+    """||weight + scaling * b a|| of every row: `out`, float32 [rows]."""
+    adapted = torch.addmm(weight.float(), b, a, alpha=scaling)
+    torch.linalg.vector_norm(adapted, dim=1, out=out)

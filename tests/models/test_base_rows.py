@@ -172,3 +172,23 @@ def test_what_fails_is_told_to_the_load_and_the_loop_goes_on(
         while thread.is_alive():
             base.advance(10**6)
     check(decoder, found)
+
+
+def test_warm_up_launches_what_loads_launch(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same multiplies of the same sizes, for rank 16, and nobody waits for it afterwards."""
+    seen: set[tuple[Any, ...]] = set()
+    multiply = torch.addmm
+
+    def launch(*args: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.add(tuple((tuple(x.shape), x.dtype) for x in args))
+        return multiply(*args, **options)
+
+    monkeypatch.setattr(torch, "addmm", launch)
+    base = BaseRows(decoder)
+    base.warm_up()
+    known = set(seen)
+    for module, (d_in, d_out) in decoder.geometry.module_shapes.items():
+        base.row_norms(1, module, torch.ones(16, d_in), torch.ones(d_out, 16), 0.5)
+    assert seen == known and len(known) >= 2
