@@ -67,9 +67,6 @@ class LoraChoice:
     expand_registers: int | None
     programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
     pdl: bool
-    ask_tasks: int  # decode: expand tasks whose B the shrink asks the L2 for when it is done
-    ask_last: bool
-    ask_early: int  # decode: tasks whose B an expand program asks the L2 for before it waits
     # Captured steps: priority of the stream on which the shrink runs beside the base multiply, 0 or
     # -1 (first); None: after the multiply, on the same stream.
     side_priority: int | None
@@ -171,7 +168,7 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
     Registers are capped for the sake of rows alone on their adapter: the paths for shared rows take
     130 to 168 if left to themselves, room for three programs a multiprocessor instead of six.
     """
-    few = num_tokens <= DECODE_BUCKETS[0]
+    few, many = num_tokens <= DECODE_BUCKETS[0], num_tokens > DECODE_BUCKETS[2]
     return LoraChoice(
         block_m=DECODE_ROWS,
         block_k=1024,
@@ -179,19 +176,17 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_warps=4,
         shrink_stages=3,
         dot_k=128,
-        row_splits=4 if num_tokens <= 64 else 2,
-        block_n=128 if few else 256,
-        n_steps=1,
+        row_splits=2 if many else 4,
+        block_n=256 if many else 128,
+        n_steps=4 if many else 1,
         expand_stages=3,
-        rows_n=128,
+        rows_n=256 if many else 128,
         expand_warps=4,
         shrink_registers=80,
         expand_registers=128,
-        programs_per_sm=16,
+        # As many expand programs as run at once: all of them begin while the multiply ends.
+        programs_per_sm=16 if many else 4,
         pdl=chip.has_pdl,
-        ask_tasks=0,
-        ask_last=False,
-        ask_early=0,
         # The multiply of a few rows has thousands of short programs, and behind them a shrink would
         # begin when they end: 4.60 ms a step instead of 4.45 at one row. A library's multiply fills
         # the chip at once and leaves room. Not measured on chips without early launch.
@@ -213,17 +208,14 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_stages=3,
         dot_k=0,
         row_splits=1,
-        block_n=128,
-        n_steps=4,
-        expand_stages=3,
+        block_n=64,
+        n_steps=8,
+        expand_stages=4,
         rows_n=128,
         expand_warps=4,
         shrink_registers=None,
         expand_registers=None,
         programs_per_sm=32,
         pdl=chip.has_pdl,
-        ask_tasks=0,
-        ask_last=False,
-        ask_early=0,
         side_priority=None,
     )

@@ -15,13 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.sgmv_shrink import INTERPRETED, ask_for_b, compute_dtype
+from multilora_kernels.sgmv_shrink import compute_dtype
 from multilora_kernels.table import AdapterTable, PlacedRun
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
 # In decode, software pipelining would hoist loads of the planes above the wait for the shrink:
 # wrong sums. In prefill the wait comes before the loop.
 DECODE_STAGES, PREFILL_STAGES = 1, 3
+# The interpreter knows no inline assembly.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -302,7 +304,7 @@ def _opaque(x):
     changes that of every part of a sum, each between two barriers, one load after the other; and
     that of B before loads which stand below it have begun.
     """
-    if INTERPRETED:
+    if _INTERPRETED:
         return x
     PACKED: tl.constexpr = 32 // x.dtype.primitive_bitwidth
     return tl.inline_asm_elementwise(
@@ -321,28 +323,13 @@ def _load_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
     return tl.load(b_ptrs, mask=b_mask, other=0)
 
 
-@triton.jit
-def _ask_early(
-    weights_ptr, tasks_ptr, task, stride, total, b_offsets_ptr, CELL: tl.constexpr,
-    CHUNK: tl.constexpr, Y_UNIT: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for B of a program's next EARLY tasks."""
-    for i in tl.static_range(EARLY):
-        if task + i * stride < total:
-            ask_for_b(
-                weights_ptr, tasks_ptr + (task + i * stride) * 16, b_offsets_ptr, CELL, CHUNK,
-                Y_UNIT, COLUMNS, SHARED, False,
-            )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["layer_start"])
 def expand_decode_kernel(
     planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
     layer_start, stride_ym, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, N_STEPS: tl.constexpr,
     STAGES: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, Y_UNIT: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # At the very start: inside the paths below it costs 40 registers' worth of spills.
@@ -359,12 +346,6 @@ def expand_decode_kernel(
     )
     e0, e1, e2, e3 = _load_entries(tasks_ptr + task * 16, b_offsets, n_start, CELL, CHUNK)
     total = tl.load(counts_ptr + 1)
-    if PDL:
-        # Blocks of shared rows are not loaded before the wait, and of others the first task alone.
-        _ask_early(
-            weights_ptr, tasks_ptr, task if N_STEPS > 1 else task + stride, stride, total,
-            b_offsets, CELL, CHUNK, Y_UNIT, WIDE, ROWS_N * N_STEPS, EARLY,
-        )  # fmt: skip
     while task < total:
         y_start = y_ptr + y_column
         row_ptr = rows_ptr + start
@@ -521,7 +502,7 @@ def sgmv_expand(
         expand_decode_kernel[(lists.decode_grid(group.num_tasks, choice),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
             layer_start, y.stride(0), ROWS_N=choice.rows_n, N_STEPS=choice.n_steps,
-            STAGES=choice.expand_stages, EARLY=choice.ask_early, ROW_SPLITS=choice.row_splits,
+            STAGES=choice.expand_stages, ROW_SPLITS=choice.row_splits,
             # Of a sum's first two products the compiler fuses either, and not the same one for
             # every BLOCK_N: bits would depend on the batch.
             enable_fp_fusion=False, **constants,

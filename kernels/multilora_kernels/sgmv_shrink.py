@@ -22,9 +22,6 @@ from multilora_kernels.lora_choice import SIDE_BY_SIDE
 from multilora_kernels.table import AdapterTable, PlacedRun
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
-# The interpreter knows no inline assembly.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
 
 @triton.jit
 def _tile_offsets(entry, chunk, d_in, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
@@ -100,46 +97,13 @@ def _shrink_rows(
     tl.store(out, acc, mask=m_mask[:, None])
 
 
-@triton.jit
-def ask_for_b(
-    weights_ptr, task, b_offsets_ptr, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    Y_UNIT: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr, LAST: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 for what an expand task reads of B, a line of 128 bytes at a time."""
-    LINE: tl.constexpr = 1024 // weights_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (COLUMNS if COLUMNS > SHARED else SHARED) * 16 // LINE
-    num_tiles, n_start = tl.load(task + 1), tl.load(task + 2) * 16
-    num_rows, d_out = tl.load(task + 5), tl.load(task + 7) * Y_UNIT
-    # Of one rank tile, half as much of each of two, or a quarter of each of four.
-    side = tl.where(num_tiles > 2, 4, tl.where(num_tiles == 2, 2, 1))
-    columns = tl.where(num_rows == 1, COLUMNS, SHARED) // side
-    line = tl.arange(0, LINES)
-    tile = line * side // LINES
-    at = (line - tile * (LINES // side)) * LINE
-    cell = tl.load(task + 8 + tile)
-    entry = tl.load(
-        b_offsets_ptr + cell * CELL + n_start // CHUNK, mask=cell >= 0, other=-1
-    )  # fmt: skip
-    width = 16 - (entry & 1).to(tl.int32) * 8
-    wanted = (entry >= 0) & (at < tl.minimum(columns, d_out - n_start) * width)
-    element = tl.where(wanted, (entry & -16) + (n_start % CHUNK) * width + at, 0)
-    LEVEL: tl.constexpr = "L2::evict_last" if LAST else "L2"
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global." + LEVEL + " [$1];"
-            " mov.u32 $0, 0;}", "=r,l,r",
-            [weights_ptr + element, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["layer_start"])
 def shrink_decode_kernel(
-    x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
-    layer_start, d_in, stride_xm, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, rows_ptr, counts_ptr, layer_start,
+    d_in, stride_xm, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, DOT_K: tl.constexpr,
     ROW_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, ASK: tl.constexpr, A_CHUNKS: tl.constexpr,
-    Y_UNIT: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr, LAST: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # At the very start: the expand programs load their weights while this kernel runs.
@@ -182,16 +146,6 @@ def shrink_decode_kernel(
         unit += stride
         cell, start, num_rows, plane = next_cell, next_start, next_rows, next_plane
         entry = next_entry
-    if ASK > 0:
-        # The multiply leaves some of the memory's time unused, and the expand waits for its end.
-        task = tl.program_id(0)
-        last = tl.minimum(tl.load(counts_ptr + 1), ASK)
-        while task < last:
-            ask_for_b(
-                weights_ptr, tasks_ptr + task * 16, offsets + A_CHUNKS, CELL, CHUNK, Y_UNIT,
-                COLUMNS, SHARED, LAST,
-            )  # fmt: skip
-            task += stride
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -288,10 +242,8 @@ def sgmv_shrink(
     if choice.is_decode:
         grid = (lists.decode_grid(group.num_tiles * splits, choice),)
         shrink_decode_kernel[grid](
-            x, weights, planes, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
-            layer_start, shape.d_in, x.stride(0), ASK=choice.ask_tasks, LAST=choice.ask_last,
-            A_CHUNKS=-(-shape.d_in // shape.chunk), Y_UNIT=shape.y_unit,
-            COLUMNS=choice.columns(shape, 1), SHARED=choice.shared_columns(1),
+            x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
+            layer_start, shape.d_in, x.stride(0),
             DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits,
             EVEN_K=shape.d_in % choice.span == 0,
             # Products of 16-bit numbers are exact in fp32; for others see `sgmv_expand`.

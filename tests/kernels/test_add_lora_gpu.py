@@ -66,8 +66,8 @@ def test_real_shapes_reach_fp64(real: Fleet, popularity: str, rows: int, group: 
 
 FORMS: dict[str, dict[str, object]] = {
     "two blocks": {"n_steps": 2, "rows_n": 128},
-    "four blocks, asking early": {"n_steps": 4, "rows_n": 256, "ask_early": 1},
-    "asking for all": {"ask_tasks": 1 << 20, "ask_early": 2},
+    "one block": {"n_steps": 1, "rows_n": 256},
+    "eight blocks": {"n_steps": 8, "rows_n": 128},
 }
 
 

@@ -71,11 +71,7 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
         fixed["EVEN_K"] = shape.d_in % choice.span == 0
-        fixed |= {"A_CHUNKS": -(-shape.d_in // shape.chunk), "Y_UNIT": shape.y_unit}
-        fixed |= {"ASK": choice.ask_tasks, "COLUMNS": choice.columns(shape, 1)}
-        fixed |= {"SHARED": choice.shared_columns(1), "LAST": choice.ask_last}
-        signature |= {"counts_ptr": "*i32", "tasks_ptr": "*i32"}
-        return shrink_decode_kernel, signature, fixed
+        return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     signature |= {"bands_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
 
@@ -112,7 +108,6 @@ def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     if choice.is_decode:
         fixed |= {"ROWS_N": choice.rows_n, "ROW_SPLITS": choice.row_splits}
         fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
-        fixed["EARLY"] = choice.ask_early
         return expand_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
     return expand_prefill_kernel, {**signature, "plane_rows": "i32"}, fixed
@@ -140,7 +135,7 @@ def test_decode_kernels_keep_loads_in_flight(name: str, tokens: int, tmp_path: P
     assert spilled <= 64 and programs >= 4, registers
 
 
-@pytest.mark.parametrize(("blocks", "waits"), [({}, 5), ({"n_steps": 4, "ask_early": 1}, 8)])
+@pytest.mark.parametrize(("blocks", "waits"), [({}, 5), ({"n_steps": 4}, 8)])
 def test_planes_and_y_are_not_touched_before_the_wait(
     blocks: dict[str, int], waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
