@@ -69,13 +69,23 @@ def watch_captures() -> Captures:
     return found
 
 
-def steps(engine: "Engine", driver: "Driver", rows: int, refs: Sequence["AdapterRef"]) -> None:
+def steps(
+    engine: "Engine", driver: "Driver", rows: int, refs: Sequence["AdapterRef"], temperature: float
+) -> None:
     """Host milliseconds a step by phase, of steps that only decode."""
+    from msgspec.structs import replace
+
     from multilora_cli.bench.neutral import Shape, make_submits
 
     shape = Shape(32, 400)
     first = driver.take_ids(rows)
     submits = make_submits(shape, rows, refs, engine.parts.vocab_size, first)
+    if temperature:
+        params = replace(submits[0].params, temperature=temperature, top_p=0.95)
+        submits = [
+            replace(submit, params=replace(params, seed=seed))
+            for seed, submit in enumerate(submits)
+        ]
     driver.begin(submits)
     driver.steps(20)
     before = engine.snapshot().counters
@@ -91,7 +101,15 @@ def steps(engine: "Engine", driver: "Driver", rows: int, refs: Sequence["Adapter
         if name.endswith("_seconds") and not name.startswith("prompt_")
     }
     host = sum(phases[name] for name in ("schedule", "launch", "answer", "beside"))
-    say("steps", rows=rows, adapters=len(refs), host_ms=host, step_ms=median(gaps) * 1e3, **phases)
+    say(
+        "steps",
+        rows=rows,
+        adapters=len(refs),
+        temperature=temperature,
+        host_ms=host,
+        step_ms=median(gaps) * 1e3,
+        **phases,
+    )
     driver.cancel(submits)
 
 
@@ -155,6 +173,8 @@ def main(arguments: argparse.Namespace) -> None:
     rows = [int(count) for count in arguments.rows.split(",")]
     texts = [f"dummy:rank=16,targets=attention,seed={seed}" for seed in range(arguments.count)]
     setting = Setting("loads", "rank 16 on attention", tuple(texts))
+    # Room for others: an adapter that takes the place of another one waits for its last step too.
+    spare = Setting("spare", "never loaded", tuple(f"{text}0000" for text in texts))
     phases, captures = Phases(), None
     with tempfile.TemporaryDirectory() as scratch:
         options = EngineOptions(
@@ -168,7 +188,7 @@ def main(arguments: argparse.Namespace) -> None:
             began = time.perf_counter()
             captures = watch_captures()
             say("import", torch_s=time.perf_counter() - began, before_s=began - STARTED)
-        with engine_for(options, arguments.quantization, [setting], phases) as engine:
+        with engine_for(options, arguments.quantization, [setting, spare], phases) as engine:
             driver, folder = Driver(engine), options.folder(arguments.quantization)
             one = make_submits(Shape(128, 1), 1, (), engine.parts.vocab_size, driver.take_ids(1))
             first = driver.run(one)
@@ -190,10 +210,11 @@ def main(arguments: argparse.Namespace) -> None:
                 loads(engine, driver, rows[0], doras, "dora")
             if "steps" in parts:
                 for count in rows:
-                    steps(engine, driver, count, ())
+                    steps(engine, driver, count, (), 0.0)
+                    steps(engine, driver, count, (), 0.7)
                 driver.load(refs)
                 for count in rows:
-                    steps(engine, driver, count, refs)
+                    steps(engine, driver, count, refs, 0.0)
 
 
 if __name__ == "__main__":
