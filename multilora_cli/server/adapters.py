@@ -16,7 +16,7 @@ from multilora_cli.server.bodies import EvictBody, LoadBody, UnloadBody, WarmBod
 from multilora_cli.server.changes import RuntimeChanges, ServedFleet
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
-from multilora_cli.server.contract import fault_error, unavailable
+from multilora_cli.server.contract import about_adapter, fault_error, unavailable
 from multilora_cli.server.listing import adapter_row, listing, status_of
 from multilora_cli.server.movements import Movements
 from multilora_cli.server.names import NameLimits, Names
@@ -75,7 +75,7 @@ class Adapters:
         try:
             return await self.in_thread(lambda: self.registry.with_digest(name))
         except (AdapterError, AdapterUnavailable) as error:
-            raise _cannot(name, error) from None
+            raise _cannot(name, error, (entry.path, entry.source)) from None
 
     # ---- load and unload
 
@@ -467,8 +467,8 @@ def _exists(name: str) -> RequestError:
     )
 
 
-def _cannot(name: str, error: MloraError) -> RequestError:
-    return unavailable("adapter_unavailable", f"adapter {name}: {error.about(name)}")
+def _cannot(name: str, error: MloraError, places: Iterable[str] = ()) -> RequestError:
+    return unavailable("adapter_unavailable", about_adapter(name, error.message, places))
 
 
 def _refused(error: AdapterError) -> RequestError:

@@ -1,7 +1,7 @@
 """The error contract: one JSON shape, one status and one set of headers for every failure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -46,6 +46,16 @@ def fault_error(fault: Fault) -> RequestError:
 def unavailable(code: str, message: str, retry_after_s: float | None = None) -> RequestError:
     """A 503 of the front's own."""
     return fault_error(Fault(code, message, retry_after_s))
+
+
+def about_adapter(name: str, message: str, places: Iterable[str]) -> str:
+    """What is wrong with an adapter, for who asks for it: named, and without the `places` (folders,
+    addresses) where it lies. Those are the operator's, who finds them in the listing."""
+    text = message.removeprefix(f"adapter {name}: ")
+    for place in places:
+        if place:
+            text = text.replace(f"{place.rstrip('/')}/", "").replace(place, "its source")
+    return f"adapter {name}: {text}"
 
 
 def internal_error() -> RequestError:

@@ -11,10 +11,11 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import uvicorn
 
@@ -24,13 +25,14 @@ from multilora_cli.errors import AddressInUse, BadInput
 from multilora_cli.server.app import Front, create_app
 from multilora_cli.server.changes import RuntimeChanges
 from multilora_cli.server.client import EngineClient, Spawn
-from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.config import ServerConfig, ServerLimits
 from multilora_cli.server.connection import protocol_class
 from multilora_cli.server.contract import unavailable
 from multilora_cli.server.reload import Reload, Reread
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
+_OWN_FILES = 256  # adapters being read, origins being asked, the engine, logs
 _CLOSE_S = 3  # for replies that are still being written after everything ended
 
 
@@ -116,6 +118,24 @@ def bind(host: str, port: int) -> socket.socket:
             ) from None
         raise BadInput(f"cannot listen on {_shown(host, port)}: {error.strerror}") from None
     return listener
+
+
+def with_files_for(limits: ServerLimits) -> ServerLimits:
+    """The limits, with no more connections than this process may open files beside its own.
+
+    Raises the soft limit as far as the hard one lets it. Above the number a connection is answered
+    503; at the end of the files none could be accepted, and no adapter read.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.max_connections + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        room = soft - min(_OWN_FILES, soft // 2)
+        if room < limits.max_connections:
+            limits = replace(limits, max_connections=room)
+            _log.warning("at most %d connections: the limit of open files is %d", room, soft)
+    return limits
 
 
 async def _main(served: Served, hooks: Hooks, listener: socket.socket) -> int:
@@ -222,7 +242,7 @@ async def _drain(
 
 
 def _server(front: Front) -> _Server:
-    limits = front.config.limits
+    limits = with_files_for(front.config.limits)
     return _Server(
         uvicorn.Config(
             create_app(front),

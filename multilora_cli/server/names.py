@@ -18,7 +18,7 @@ from multilora_cli.adapters.entry import AdapterEntry, AdapterRequest
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.errors import AdapterError, MloraError, RequestError
 from multilora_cli.fleet.pattern import NamePattern, covering
-from multilora_cli.server.contract import unavailable
+from multilora_cli.server.contract import about_adapter, unavailable
 from multilora_cli.server.protocol import model_not_found
 from multilora_cli.server.threads import Threads
 
@@ -145,9 +145,9 @@ class Names:
             if error.reason in _UNKNOWN:
                 self._remember(name, "")
                 raise model_not_found(name) from None
-            raise self._cannot(name, error) from None
+            raise self._cannot(name, error, source) from None
         except MloraError as error:
-            raise self._cannot(name, error) from None
+            raise self._cannot(name, error, source) from None
         if not pattern.is_local:
             self.fetched(time.monotonic() - began_s)
         self.touch(name)
@@ -161,9 +161,9 @@ class Names:
                 raise AdapterError(f"{request.name}: leaves its folder", reason="missing")
         return self._registry.register(request).entry
 
-    def _cannot(self, name: str, error: MloraError) -> RequestError:
-        detail = f"adapter {name}: {error.about(name)}"
-        _log.warning("%s", detail)
+    def _cannot(self, name: str, error: MloraError, source: str) -> RequestError:
+        _log.warning("adapter %s: %s", name, error.about(name))
+        detail = about_adapter(name, error.message, (source,))
         self._remember(name, detail)
         return unavailable("adapter_unavailable", detail)
 

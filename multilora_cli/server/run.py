@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from multilora_cli.engine.messages import Delta, Submit
+from multilora_cli.engine.messages import Delta, Fault, Submit
 from multilora_cli.errors import RequestError
 from multilora_cli.server.choice import Choice, Growth, TextRules, Usage
 from multilora_cli.server.client import EngineClient
-from multilora_cli.server.contract import fault_error, internal_error
+from multilora_cli.server.contract import about_adapter, fault_error, internal_error
 from multilora_cli.server.metrics import Metrics
 from multilora_cli.server.quota import Held
 from multilora_cli.server.replies import Frame
@@ -169,7 +169,7 @@ class Run:
         if choice.ending.finish_reason is not None:
             return None  # sent before the engine learned of a cut
         if delta.fault is not None:
-            raise fault_error(delta.fault)
+            raise fault_error(self._told(delta.fault))
         if delta.finish_reason in ("abort", "error"):
             raise internal_error()  # nobody here asked for it, and there is no fault to show
         if delta.cached_tokens and delta.index == 0:
@@ -186,6 +186,14 @@ class Run:
         if growth.ending.finish_reason is not None and delta.finish_reason is None:
             ticket.cut(delta)
         return Step(choice, growth, delta)
+
+    def _told(self, fault: Fault) -> Fault:
+        """A fault in the words of who asked."""
+        adapter = self.job.frame.adapter
+        if adapter is None or not fault.code.startswith("adapter_"):
+            return fault
+        message = about_adapter(adapter.name, fault.message, (adapter.path,))
+        return Fault(fault.code, message, fault.retry_after_s)
 
 
 async def _watch(receive: Receive, ticket: Ticket) -> None:

@@ -9,7 +9,7 @@ from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.adapters.keyed_locks import KeyedLocks
 from multilora_cli.errors import AdapterError
 from multilora_cli.server.config import ServerConfig
-from multilora_cli.server.contract import unavailable
+from multilora_cli.server.contract import about_adapter, unavailable
 from multilora_cli.server.prepare import Texts
 from multilora_cli.text.adapter_text import OwnFiles
 from multilora_cli.text.chat_template import (
@@ -94,7 +94,7 @@ class AdapterTexts:
                 )
             own = files.load(self._config.vocab_size)
         except AdapterError as error:
-            message = f"adapter {entry.name}: {error.about(entry.name)}"
+            message = about_adapter(entry.name, error.message, (entry.path, entry.source))
             raise unavailable("adapter_unavailable", message) from None
         base = self.base
         source = self._source if own.template is None else own.template

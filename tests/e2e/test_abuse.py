@@ -267,7 +267,11 @@ def test_broken_adapters_in_the_fleet_harm_nobody(mended: Served) -> None:
         for _ in range(2):
             reply = httpx.post(f"{mended.url}{COMPLETIONS}", json=body(name), timeout=120)
             assert reply.status_code == 503, reply.text
-            assert reply.json()["error"]["code"] == "adapter_unavailable"
+            error = reply.json()["error"]
+            assert error["code"] == "adapter_unavailable"
+            assert error["message"].startswith(f"adapter {name}: ")
+            assert str(mended.fleet.parent) not in reply.text  # RELIABILITY 3.6: where files lie
+            assert "adapter_model.safetensors" in error["message"] or "lora" in error["message"]
     assert_clean(mended)
 
 
@@ -282,6 +286,8 @@ def test_the_folder_of_an_evicted_adapter_is_gone(mended: Served) -> None:
     assert evicted.status_code == 200, evicted.text
     reply = httpx.post(f"{mended.url}{COMPLETIONS}", json=body("goes"), timeout=120)
     assert (reply.status_code, reply.json()["error"]["code"]) == (503, "adapter_unavailable")
+    assert reply.json()["error"]["message"] == "adapter goes: its source: no such folder"
+    assert str(folder) in str(mended.adapters()["goes"]["detail"])
     assert_clean(mended)
     away.rename(folder)
     deadline = time.monotonic() + 60

@@ -1,8 +1,10 @@
 """What operators do to a server without thinking: full disks, closed terminals, signals."""
 
+import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -92,6 +94,62 @@ def test_f09_a_full_disk_of_the_log_is_not_the_servers(
         assert server.stop() == 0
     finally:
         server.close()
+
+
+def test_f15_few_descriptors_are_many_503s_and_no_more(
+    signature_fleet: Path, tmp_path: Path
+) -> None:
+    """The hard limit of open files is below what connections may be: some are refused in words,
+    adapters are still read, and all is well once they are gone."""
+    limited = [sys.executable, "-c", _FEW_FILES, str(signature_fleet)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            limited, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    assert process.stdout is not None
+    server = Served(process, "", signature_fleet, {}, tmp_path / "log")
+    try:
+        url = json.loads(b"".join(iter(process.stdout.readline, b"}\n")) + b"}")["url"]
+        server.url = url
+        sockets = [socket.create_connection(("127.0.0.1", int(url[-5:]))) for _ in range(120)]
+        for each in sockets:
+            each.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n")
+        refused = [each for each in sockets if _is_refused(each)]
+        assert 70 <= len(refused) < 120
+        for each in sockets[10:]:
+            each.close()
+        body = {"model": "r24", "prompt": "x", "max_tokens": 4}
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        for each in sockets[:10]:
+            each.close()
+        assert "at most 40 connections: the limit of open files is 80" in server.log.read_text()
+        assert server.stop() == 0
+    finally:
+        server.close()
+
+
+_FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 80))
+from multilora_cli.cli.app import app
+app(["serve", sys.argv[1], "--port", "0", "--json"])
+"""
+
+
+def _is_refused(connection: socket.socket) -> bool:
+    """Whether 503 came; a connection that is served waits for the rest of our headers."""
+    connection.settimeout(2 if not _is_refused.seen else 0.2)  # type: ignore[attr-defined]
+    try:
+        refused = connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+    except TimeoutError:
+        return False
+    _is_refused.seen = True  # type: ignore[attr-defined]
+    return refused
+
+
+_is_refused.seen = False  # type: ignore[attr-defined]
 
 
 def test_a_terminal_that_is_closed_drains(signature_fleet: Path, tmp_path: Path) -> None:
