@@ -80,6 +80,7 @@ def serve(
             registry=startup.registry,
             spawn=lambda: spawn(startup.engine),
             changes=startup.changes,
+            secrets=startup.secrets,
             reread=lambda: _reread(startup.loaded.path, overrides),
         )
         status = run_server(served, _Start(console, startup, bars).hooks())

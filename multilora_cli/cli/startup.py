@@ -1,6 +1,5 @@
 """From a fleet file to what the two processes are started with. No torch in this process."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +19,11 @@ from multilora_cli.fleet.declared import (
     declared_patterns,
     declared_settings,
 )
-from multilora_cli.fleet.load import LoadedFleet, load_fleet, resolve_secret
-from multilora_cli.fleet.schema import Fleet
+from multilora_cli.fleet.load import LoadedFleet, load_fleet, secret_notes
 from multilora_cli.fleet.statefile import StateFile, state_path
 from multilora_cli.models.checkpoint import base_digest
 from multilora_cli.progress import Report, silent
-from multilora_cli.server.auth import grant_of, key_id
+from multilora_cli.server.access import Secrets, keys_of
 from multilora_cli.server.changes import (
     RuntimeChanges,
     ServedFleet,
@@ -52,6 +50,7 @@ class Startup:
     num_adapters: int
     failures: tuple[tuple[str, MloraError], ...]
     changes: RuntimeChanges  # by operators, since the fleet file was written
+    secrets: Secrets  # what the file's keys are
     notes: tuple[str, ...] = ()
 
 
@@ -80,6 +79,7 @@ def prepare(
     report("adapters", 0, len(requests))
     make_dummies((r.source for r in requests), geometry, cache_folder() / "dummy")
     failures = _register(registry, requests, report)
+    secrets = Secrets(loaded.folder)
     digest = base_digest(folder, loaded.fleet.base.load_format)
     engine = engine_config(loaded, folder, len(requests) + loaded.fleet.num_unlisted, digest)
     if debug:
@@ -87,13 +87,14 @@ def prepare(
     return Startup(
         loaded=loaded,
         geometry=geometry,
-        server=_server_config(loaded, folder, geometry, engine),
+        server=_server_config(loaded, folder, geometry, engine, secrets),
         engine=engine,
         registry=registry,
         num_adapters=len(requests),
         failures=failures,
         changes=changes,
-        notes=tuple(notes),
+        notes=(*notes, *secret_notes(loaded.fleet.server.secrets, loaded.folder)),
+        secrets=secrets,
     )
 
 
@@ -200,21 +201,14 @@ def _register(
     return tuple(failures)
 
 
-def _secret(reference: str, loaded: LoadedFleet) -> str:
-    """The secret, taken out of this process's environment so that no child inherits it."""
-    value = resolve_secret(reference, loaded.folder)
-    kind, _, name = reference.partition(":")
-    if kind == "env":
-        os.environ.pop(name, None)
-    return value
-
-
 def _server_config(
-    loaded: LoadedFleet, folder: Path, geometry: ModelGeometry, engine: EngineConfig
+    loaded: LoadedFleet,
+    folder: Path,
+    geometry: ModelGeometry,
+    engine: EngineConfig,
+    secrets: Secrets,
 ) -> ServerConfig:
     server = loaded.fleet.server
-    secrets = {reference: _secret(reference, loaded) for reference in server.secrets}
-    grants = {key_id(secrets[each.key]): grant_of(each, secrets[each.key]) for each in server.keys}
     return ServerConfig(
         base_name=loaded.fleet.base.served_name,
         base_path=folder,
@@ -226,24 +220,8 @@ def _server_config(
         eos_token_ids=geometry.eos_token_ids,
         host=server.host,
         port=server.port,
-        api_keys=tuple(secrets[each.key] for each in server.keys),
-        grants=grants,
-        admin_key=secrets[server.admin_key] if server.admin_key else None,
-        weights=_weights(loaded.fleet, secrets),
+        **vars(keys_of(loaded.fleet, secrets)),
     )
-
-
-def _weights(fleet: Fleet, secrets: Mapping[str, str]) -> Mapping[str, float]:
-    """By what requests are known by: the tenant that a key stands for, or the adapter's name."""
-    weights = fleet.limits.weights
-    if fleet.limits.fairness != "tenant":
-        return weights
-    return {
-        grant_of(each, secrets[each.key]).tenant: weights[name]
-        for each in fleet.server.keys
-        for name in (each.key, each.tenant)
-        if name in weights
-    }
 
 
 def engine_config(

@@ -1,9 +1,12 @@
 """A fleet file on disk to a checked `Fleet`, every mistake one line with its place."""
 
 import difflib
+import errno
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from multilora_cli.fleet.yaml import Document, KeyPath, parse_yaml, read_yaml, s
 
 DEFAULT_FILES = ("fleet.yaml", "fleet.example.yaml")
 MAX_ERRORS = 20
+_SECRET_BYTES_MAX = 64 * 2**10
 
 
 class LoadedFleet(NamedTuple):
@@ -86,12 +90,36 @@ def resolve_secret(reference: str, folder: Path) -> str:
         return value
     path = folder / name
     try:
-        value = path.read_text("utf-8").rstrip("\r\n")
+        value = _read_small(path).decode("utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise FleetError(f"{path}: secret not readable: {error}") from None
+        raise FleetError(
+            f"{path}: secret not readable: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not value:
         raise FleetError(f"{path}: the secret is empty")
     return value
+
+
+def secret_notes(references: Iterable[str], folder: Path) -> Iterator[str]:
+    """A line for every secret in a file that other users of the machine may read."""
+    for reference in references:
+        kind, _, name = reference.partition(":")
+        with suppress(OSError):
+            mode = stat.S_IMODE(os.stat(folder / name).st_mode) if kind == "file" else 0
+            if mode & 0o077:
+                yield f"{folder / name}: mode {mode:04o} lets other users read a key; chmod 600 it"
+
+
+def _read_small(path: Path) -> bytes:
+    """A regular file of at most 64 KiB: neither a pipe nor a device may hold or fill a server."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file")
+        content = file.read(_SECRET_BYTES_MAX + 1)
+    if len(content) > _SECRET_BYTES_MAX:
+        raise OSError(errno.EFBIG, "larger than 64 KiB")
+    return content
 
 
 def fleet_json_schema() -> str:

@@ -18,8 +18,9 @@ from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.errors import RequestError
+from multilora_cli.server.access import LiveAccess, Secrets
 from multilora_cli.server.adapters import Adapters
-from multilora_cli.server.auth import KeyRing, Policy
+from multilora_cli.server.auth import Policy
 from multilora_cli.server.bodies import (
     ChatBody,
     CompletionBody,
@@ -79,6 +80,7 @@ class Front:
         registry: Registry,
         client: EngineClient,
         changes: RuntimeChanges | None = None,
+        secrets: Secrets | None = None,
     ) -> None:
         self.config = config
         self.client = client
@@ -87,12 +89,14 @@ class Front:
         self.traffic = self.metrics.traffic
         self.quotas = Quotas(
             config.limits.max_sequences,
-            config.num_tenants,
+            len(config.tenants),
             num_shown=config.limits.named_tenants,
         )
         self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
         self.adapters = Adapters(registry, client, config, changes)
-        self.fleet = FleetApply(self.adapters)
+        self.access = LiveAccess(config, secrets)
+        self.access.on_change.append(lambda access: self.quotas.regroup(access.tenants))
+        self.fleet = FleetApply(self.adapters, self.access)
         self.adapters.on_unload.append(self.traffic.adapters.forget)
         self.adapters.on_retired.append(self._retire_texts)
         self.recorder = None if config.record is None else TraceRecorder(config.record)
@@ -269,7 +273,9 @@ class Routes:
             entry = None if name is None else await front.adapters.resolve(name)
             front.client.check_admission()
             ref = None if entry is None else AdapterRef.of(entry)
-            admitted = Admitted(ref, caller_of(request), front.max_model_len)
+            caller = caller_of(request)
+            weight = front.access.now.weight(caller.tenant, name)
+            admitted = Admitted(ref, caller, front.max_model_len, weight)
             texts = await front.texts_of(entry)
             job = await front.in_thread(lambda: prepare(texts, body, admitted))
         return await front.answer(request, job, stream=body.stream is True)
@@ -442,8 +448,7 @@ def create_app(front: Front) -> ASGIApp:
     """The whole application. Raises RuntimeError where a route has no policy."""
     config = front.config
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.keys = KeyRing(config.api_keys, config.admin_key, config.grants)
-    app.state.front = front
+    app.state.access = front.access
     app.add_exception_handler(HTTPException, _http_error)
     add_routes(app, Routes(front).table())
     check_policies(app)

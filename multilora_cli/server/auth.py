@@ -71,6 +71,11 @@ class KeyRing:
         self._grants = grants
         self._admin = [_digest(admin_key.encode())] if admin_key else []
 
+    @property
+    def fingerprint(self) -> object:
+        """Equal where the same keys have the same grants."""
+        return self._tenants, self._admin, dict(self._grants)
+
     def authorise(self, policy: Policy, headers: Sequence[Header]) -> Caller:
         """The caller, if the policy lets it in. Raises RequestError 401 or 403."""
         if policy is Policy.PUBLIC:

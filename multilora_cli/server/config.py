@@ -68,10 +68,10 @@ class ServerConfig:
             raise BadInput(f"server.port: found {self.port}, expected 0 to 65535")
 
     @property
-    def num_tenants(self) -> int:
+    def tenants(self) -> frozenset[str]:
         """Whose keys there are."""
         ids = map(key_id, self.api_keys)
-        return len({self.grants[own].tenant if own in self.grants else own for own in ids})
+        return frozenset(self.grants[own].tenant if own in self.grants else own for own in ids)
 
     @property
     def loopback(self) -> bool:

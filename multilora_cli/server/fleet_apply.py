@@ -14,6 +14,7 @@ from multilora_cli.adapters.source import is_remote
 from multilora_cli.errors import AdapterError, MloraError, RequestError
 from multilora_cli.fleet.declared import spoken
 from multilora_cli.fleet.pattern import NamePattern, covering
+from multilora_cli.server.access import LIVE_SETTINGS, Access, LiveAccess
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.bodies import FleetBody
 from multilora_cli.server.changes import ServedFleet, by_name, request_of
@@ -34,13 +35,15 @@ class _Plan:
     restart: list[dict[str, Any]] = field(default_factory=list)
     wanted: list[AdapterRequest] = field(default_factory=list)  # added or changed
     gone: list[AdapterEntry] = field(default_factory=list)
+    access: Access | None = None  # with other keys, where these changed
 
 
 class FleetApply:
     """`mlora diff` and `mlora apply`, on the server's side."""
 
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: Adapters, access: LiveAccess) -> None:
         self._adapters = adapters
+        self._access = access
         self._one = asyncio.Lock()
 
     async def apply(self, body: FleetBody) -> dict[str, Any]:
@@ -90,8 +93,27 @@ class FleetApply:
             elif entry is not None:
                 plan.gone.append(entry)
         plan.rows += _pattern_rows(running.patterns, patterns)
+        self._plan_access(plan, running, body.settings)
         plan.gone += self._uncovered(plan.fleet)
         return plan
+
+    def _plan_access(self, plan: _Plan, running: ServedFleet, settings: Mapping[str, Any]) -> None:
+        """Other keys, or the same references with other secrets in their files."""
+        changed = {key: settings[key] for key in LIVE_SETTINGS if _differs(running, settings, key)}
+        if not (changed or self._access.may_change):
+            return
+        live = {**running.settings, **changed}
+        try:
+            access = self._access.read(live)
+        except MloraError as error:
+            raise _refused([error.message], hint=error.hint) from None
+        for key, value in changed.items():
+            plan.rows.append(_setting_row(key, running.settings.get(key), value))
+        if not changed and access.fingerprint != self._access.now.fingerprint:
+            key = LIVE_SETTINGS[0]
+            plan.rows.append(_setting_row(key, "secrets as they were read", "as they are"))
+        plan.access = access
+        plan.fleet = replace(plan.fleet, settings=live)
 
     def _uncovered(self, fleet: ServedFleet) -> Iterator[AdapterEntry]:
         """Names that a pattern found, where the patterns say something else now."""
@@ -111,6 +133,8 @@ class FleetApply:
         except AdapterError as error:
             self._discard(candidates)
             raise _refused([error.message], hint=error.hint) from None
+        if plan.access is not None:
+            self._access.use(plan.access)
         adapters.names.replace_patterns(plan.fleet.patterns)
         adapters.changes.declare(plan.fleet)
         adapters.retired()
@@ -238,10 +262,20 @@ def _pattern_rows(
 
 def _restart(running: ServedFleet, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Settings in which the file differs both from what is served and from what it said."""
-    for key in sorted({*running.written, *settings}):
-        served, written = running.settings.get(key), running.written.get(key)
-        if settings.get(key) not in (served, written) and not key.startswith(_IGNORED):
-            yield {"key": key, "running": served, "file": settings.get(key)}
+    for key in sorted({*running.written, *settings} - {*LIVE_SETTINGS}):
+        if _differs(running, settings, key) and not key.startswith(_IGNORED):
+            yield {"key": key, "running": running.settings.get(key), "file": settings.get(key)}
+
+
+def _differs(running: ServedFleet, settings: Mapping[str, Any], key: str) -> bool:
+    known = (running.settings.get(key), running.written.get(key))
+    return settings.get(key) not in known and (key in settings or key not in LIVE_SETTINGS)
+
+
+def _setting_row(key: str, running: Any, file: Any) -> dict[str, Any]:
+    """A setting that changes while the server runs: references to keys, never keys."""
+    fields = {"value": {"running": running, "file": file}}
+    return {"kind": "setting", "name": key, "change": "changed", "fields": fields}
 
 
 def _refuse_restart(restart: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ import uvicorn
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import Progress, Ready
 from multilora_cli.errors import AddressInUse, BadInput
+from multilora_cli.server.access import Secrets
 from multilora_cli.server.app import Front, create_app
 from multilora_cli.server.changes import RuntimeChanges
 from multilora_cli.server.client import EngineClient, Spawn
@@ -62,6 +63,7 @@ class Served:
     spawn: Spawn
     changes: RuntimeChanges | None = None  # by operators, since the fleet file was written
     reread: Reread | None = None  # the fleet file as it is now, for SIGHUP
+    secrets: Secrets | None = None  # where its keys are had; None: they cannot change
 
 
 class Shutdown:
@@ -158,7 +160,7 @@ async def serve(served: Served, listener: socket.socket, shutdown: Shutdown, hoo
     client.start()
     await asyncio.sleep(0)  # its process begins to import while this one reads the tokenizer
     try:
-        front = Front(config, served.registry, client, served.changes)
+        front = Front(config, served.registry, client, served.changes, served.secrets)
     except BaseException:
         await client.stop()
         raise

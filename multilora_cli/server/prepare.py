@@ -33,6 +33,7 @@ class Admitted:
     adapter: AdapterRef | None
     caller: Caller
     max_model_len: int
+    weight: float = 1.0  # of the share that the request belongs to
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Texts:
                     body.n or 1,
                     "" if salt == "/" else salt,
                     caller.tenant,
-                    self._weight(request.admitted),
+                    request.admitted.weight,
                 )
             )
         params = submits[0].params
@@ -173,12 +174,6 @@ class Texts:
             include_usage=options is not None and options.include_usage is True,
             continuous_usage=options is not None and options.continuous_usage_stats is True,
         )
-
-    def _weight(self, admitted: Admitted) -> float:
-        """Of the share that the request belongs to: its tenant's or its adapter's."""
-        weights, adapter = self.config.weights, admitted.adapter
-        by_adapter = weights.get(adapter.name) if adapter is not None else None
-        return by_adapter or weights.get(admitted.caller.tenant, 1.0)
 
     def _room(self, prompt: Sequence[int], request: "_Request") -> int:
         """How many tokens may follow a prompt. Raises RequestError where none may."""

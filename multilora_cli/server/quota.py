@@ -8,7 +8,7 @@ minute; nothing more is admitted then.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,10 +81,21 @@ class Quotas:
     ) -> None:
         """`max_sequences`: of all tenants together. With several, none may hold more than half of
         them, so that a full queue of one is no closed door for the others."""
-        self._share = max_sequences if num_tenants < 2 else max(max_sequences // 2, 1)
+        self._max_sequences = max_sequences
+        self._share = self._share_of(num_tenants)
         self._num_shown = num_shown
         self._now = now
         self._accounts: dict[str, Account] = {}
+
+    def _share_of(self, num_tenants: int) -> int:
+        return self._max_sequences if num_tenants < 2 else max(self._max_sequences // 2, 1)
+
+    def regroup(self, tenants: Collection[str]) -> None:
+        """Other keys are configured: what is known of others goes once nothing of theirs runs."""
+        self._share = self._share_of(len(tenants))
+        for tenant, account in list(self._accounts.items()):
+            if tenant not in tenants and not account.in_flight:
+                del self._accounts[tenant]
 
     def take(self, grant: Grant, prompt_tokens: int, sequences: int) -> "Held":
         """Admit a request, until `Held.end`. Raises RequestError 429, or 400 where it never can."""

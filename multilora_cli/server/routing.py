@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from multilora_cli.errors import MloraError, RequestError
-from multilora_cli.server.auth import Caller, KeyRing, Policy
+from multilora_cli.server.access import LiveAccess
+from multilora_cli.server.auth import Caller, Policy
 from multilora_cli.server.config import ServerLimits
 from multilora_cli.server.contract import (
     as_request_error,
@@ -55,10 +56,10 @@ class PolicyRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             try:
-                keys: KeyRing = request.app.state.keys
+                access: LiveAccess = request.app.state.access
                 if self.policy is None:
                     raise internal_error()
-                request.state.caller = keys.authorise(self.policy, request.headers.raw)
+                request.state.caller = access.now.ring.authorise(self.policy, request.headers.raw)
                 return await endpoint(request)
             except MloraError as error:
                 return error_response(as_request_error(error))

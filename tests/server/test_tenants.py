@@ -312,7 +312,7 @@ def test_from_the_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("ACME", "acme-secret")
     (tmp_path / "acme-2").write_text("acme-secret-2\n")
     server = prepare(write(tmp_path, KEYS), report=lambda *_: None).server
-    assert server.num_tenants == 2
+    assert len(server.tenants) == 2
     plain, acme, second = (
         server.grants[key_id(key)] for key in ("plain-secret", "acme-secret", "acme-secret-2")
     )
