@@ -56,8 +56,8 @@ def apply(
 ) -> None:
     """Serve a changed fleet file without a restart, and without touching what did not change.
 
-    Everything new is read and checked first; if anything is refused, nothing is changed. The base,
-    memory, limits and the server's own settings need a restart.
+    Everything new is read and checked first; if anything is refused, nothing is changed. Keys
+    change at once; the base, memory, limits and the address need a restart.
 
     Exit code 0: served; 1: refused; 2: bad input; 3: no server.
 
