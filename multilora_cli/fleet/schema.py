@@ -82,16 +82,18 @@ Duration = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=10**8), _D
 AdapterName = Annotated[str, AfterValidator(_name)]
 Secret = Annotated[str, AfterValidator(_secret)]
 Digest = Annotated[str, AfterValidator(_digest)]
-_PLAIN, _DEVICE = r"^[^\x00-\x1f\x7f]+$", r"^(auto|cpu|cuda(:\d{1,2})?)$"
+_PLAIN, _GLOB = r"^[A-Za-z0-9._*?/-]{1,300}$"
+_DEVICE = r"^[^\x00-\x1f\x7f]+$", r"^(auto|cpu|cuda(:\d{1,2})?)$"
 PATTERNS = {  # what each asks for, in a person's words
     _PLAIN: "a text without control characters",
     _DEVICE: "auto, cpu, cuda or cuda:N",
+    _GLOB: "a name of a model, or a glob such as acme/*",
 }
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=_PLAIN)]
 
 
 TemplateOwner = Annotated[Text, AfterValidator(_template)]
-ModelGlob = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*?/-]{1,300}$")]
+ModelGlob = Annotated[str, Field(pattern=_GLOB)]
 Weight = Annotated[float, Field(ge=0.01, le=100, strict=False)]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from multilora_cli.fleet.load import (
     load_fleet,
     resolve_secret,
 )
-from multilora_cli.fleet.schema import Adapter, AdapterFolder, AdapterPattern
+from multilora_cli.fleet.schema import PATTERNS, Adapter, AdapterFolder, AdapterPattern
 
 GOOD = """\
 base:
@@ -280,6 +281,20 @@ def test_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for reference in ("env:MLORA_TEST_UNSET", "file:missing", "file:empty"):
         with pytest.raises(FleetError):
             resolve_secret(reference, tmp_path)
+
+
+def test_every_pattern_of_the_schema_has_words() -> None:
+    """A value that does not match one is told in them."""
+
+    def patterns(part: object) -> Iterator[str]:
+        parts = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        for each in parts:
+            yield from patterns(each)
+        if isinstance(part, dict) and isinstance(part.get("pattern"), str):
+            yield part["pattern"]
+
+    found = set(patterns(json.loads(fleet_json_schema())))
+    assert found == set(PATTERNS)
 
 
 def test_schema_is_json_and_names_every_key() -> None:

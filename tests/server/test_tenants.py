@@ -331,7 +331,7 @@ def test_from_the_fleet_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("{tenant: acme}", "required key 'key' is missing"),
         ("{key: env:A, modles: [x]}", "did you mean 'models'?"),
         ("{key: env:A, models: []}", "models"),
-        ("{key: env:A, models: ['a b']}", "matches"),
+        ("{key: env:A, models: ['a b']}", "a name of a model, or a glob"),
         ("{key: env:A, requests_per_minute: 0}", "greater than or equal to 1"),
         ("{key: env:A, tenant: 'a b'}", "tenant"),
         ("5", "api_keys"),
