@@ -82,8 +82,8 @@ Duration = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=10**8), _D
 AdapterName = Annotated[str, AfterValidator(_name)]
 Secret = Annotated[str, AfterValidator(_secret)]
 Digest = Annotated[str, AfterValidator(_digest)]
-_PLAIN, _GLOB = r"^[A-Za-z0-9._*?/-]{1,300}$"
-_DEVICE = r"^[^\x00-\x1f\x7f]+$", r"^(auto|cpu|cuda(:\d{1,2})?)$"
+_PLAIN, _DEVICE = r"^[^\x00-\x1f\x7f]+$", r"^(auto|cpu|cuda(:\d{1,2})?)$"
+_GLOB = r"^[A-Za-z0-9._*?/-]{1,300}$"
 PATTERNS = {  # what each asks for, in a person's words
     _PLAIN: "a text without control characters",
     _DEVICE: "auto, cpu, cuda or cuda:N",
