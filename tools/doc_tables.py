@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+BASES = {"none": "BF16", "fp8": "FP8", "awq": "AWQ INT4"}  # how tables call what records say
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from doc_tables import put, read
+from doc_tables import BASES, put, read
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -28,7 +28,6 @@ TITLES = {
     "distinct": "64 adapters, rank 16 on all seven projections",
     "mixed": "64 adapters, ranks 8, 16, 32 and 64 on attention",
 }
-BASES = {"none": "BF16", "fp8": "FP8", "awq": "AWQ INT4"}
 BATCHES = (1, 16, 64, 256)
 
 Record = dict[str, Any]

@@ -21,7 +21,6 @@ from statistics import median
 import torch
 from msgspec.structs import replace
 
-from multilora_cli.adapters import digest
 from multilora_cli.adapters.crew import Crew
 from multilora_cli.adapters.entry import AdapterRequest, ServedBase
 from multilora_cli.adapters.registry import Registry
@@ -77,6 +76,12 @@ def adapters(
     return list(map(AdapterRef.of, entries))
 
 
+def touch(ref: AdapterRef) -> None:
+    """Make new versions of the adapter's files, of which nobody knows the digest."""
+    for file in Path(ref.path).iterdir():
+        file.touch()
+
+
 def main(arguments: argparse.Namespace) -> None:
     """Every adapter: hashed and read, then with a known digest, then once more."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -85,36 +90,44 @@ def main(arguments: argparse.Namespace) -> None:
         refs = adapters(Path(scratch), geometry, base, arguments.adapter, arguments.count)
         helpers = num_helpers() if arguments.helpers is None else arguments.helpers
         threads = loader_threads(1 + helpers)
-        reader = AdapterReader(
-            EngineConfig(model_path=str(base)), geometry, kv_page_bytes(geometry, 2),
-            UnknownBase(geometry), torch.bfloat16, Failpoints({}), Crew(threads, helpers),
-        )  # fmt: skip
+        crew = Crew(threads, helpers)
+
+        def new_reader() -> AdapterReader:
+            """One that has read no header."""
+            return AdapterReader(
+                EngineConfig(model_path=str(base)), geometry, kv_page_bytes(geometry, 2),
+                UnknownBase(geometry), torch.bfloat16, Failpoints({}), crew,
+            )  # fmt: skip
+
         with (
             settled_interpreter(),
             stepping(arguments.host_ms / 1e3, arguments.step_ms / 1e3) as late,
         ):
 
-            def build(ref: AdapterRef) -> None:
+            def build(reader: AdapterReader, ref: AdapterRef) -> None:
                 plan, fill = reader.open(ref)
                 fill(pages[: plan.num_pages * plan.page_bytes].view(plan.num_pages, -1))
 
-            def load(ref: AdapterRef) -> float:
+            def load(reader: AdapterReader, ref: AdapterRef) -> float:
                 began = time.perf_counter()
-                threads.submit(build, ref).result()
+                threads.submit(build, reader, ref).result()
                 took = time.perf_counter() - began
                 time.sleep(0.02)
                 return took * 1e3
 
+            reader = new_reader()
             plan, _ = reader.open(refs[0])
             # Touched once, as pinned memory is.
             pages = torch.zeros(plan.num_pages * plan.page_bytes, dtype=torch.uint8)
-            load(refs[0])  # plan and buffers
-            digest._MEMORY._digests.clear()
+            load(reader, refs[0])  # plan and buffers
+            for ref in refs[1:]:
+                touch(ref)
+            time.sleep(0.05)  # younger files are waited for
             refs = [replace(ref, files=()) for ref in refs]  # as if the front had not hashed them
             for name in ("digest unknown", "digest known", "again"):
                 if name == "digest known":
-                    reader._headers.clear()
-                times = [load(ref) for ref in refs[1:]]
+                    reader = new_reader()
+                times = [load(reader, ref) for ref in refs[1:]]
                 print(
                     f"{name}: median {median(times):.1f} ms, {min(times):.1f} to {max(times):.1f}"
                 )

@@ -36,6 +36,7 @@ from multilora_cli.layers.context import StepContext
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_cli.sizing.pages import ATTENTION
 from multilora_kernels.add_lora import add_lora
 from multilora_kernels.bench.lora import forced
 from multilora_kernels.layout import GROUPS, MODULES, page_bytes, plan_image
@@ -49,7 +50,6 @@ from multilora_kernels.testing import make_fleet
 SCHEMA = "mlora.bench.lora-step/1"
 CONTEXT = 192
 ADAPTERS = 64
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Ranks of the adapters in turn, their modules, and the rank that launches are sized for.
 SETTINGS: Mapping[str, tuple[tuple[int, ...], tuple[str, ...], int]] = {
     "one": ((16,), MODULES, 16),

@@ -8,19 +8,17 @@ lies between the two markers.
 """
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doc_tables import put, read
+from doc_tables import BASES, put, read
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 RECORDS = ROOT / "docs" / "benchmarks" / "published-h200.jsonl"
 PUBLISHED = ROOT / "docs" / "benchmarks" / "published.json"
 BEGIN, END = "<!-- published tables: begin -->", "<!-- published tables: end -->"
-BASES = {"none": "BF16", "fp8": "FP8", "awq": "AWQ INT4"}
 POPULARITIES = ("distinct", "uniform", "skewed", "identical", "base")
 NOTHING = "-"
 
@@ -124,22 +122,11 @@ def milliseconds(spread: Mapping[str, float] | None, point: str) -> str:
 def commands(records: Sequence[Record], preset: str) -> list[str]:
     """What was typed for the rows of a preset, each once, with where and when."""
     texts = dict.fromkeys(
-        f"- `{typed(row['command'])}`: {row['gpu'] or 'its server'}, commit {row['commit']},"
-        f" {row['date']}"
+        f"- `{row['command']}`: {row['gpu'] or 'its server'}, commit {row['commit']}, {row['date']}"
         for row in records
         if row["preset"] == preset
     )
     return list(texts)
-
-
-def typed(command: str) -> str:
-    """The command without where its output went."""
-    words, skip = [], False
-    for word in shlex.split(command):
-        if not skip and word not in ("--rows", "--commit", "--output"):
-            words.append(word)
-        skip = not skip and word in ("--rows", "--commit", "--output")
-    return shlex.join(words)
 
 
 def body(records: Sequence[Record], published: Mapping[str, Any]) -> str:

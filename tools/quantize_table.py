@@ -26,8 +26,10 @@ from typing import Any
 import torch
 from doc_tables import put, read
 
+from multilora_cli.bench.environment import commit
 from multilora_cli.engine.perplexity import base_perplexity
 from multilora_cli.errors import MloraError
+from multilora_cli.progress import silent
 from multilora_cli.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
             folder = options.work / f"{options.model.name}-{way}{text}"
             command, seconds = quantised(options, way, folder)
         kv = "fp8" if way == "kv-fp8" else "auto"
-        found = base_perplexity(folder, tokens, lambda *progress: None, kv)
+        found = base_perplexity(folder, tokens, silent, kv)
         library = _LIBRARIES.get(way)
         record = {
             "model": options.model.name, "way": way, "perplexity": round(found, 4),
@@ -126,14 +128,6 @@ def weight_bytes(folder: Path) -> int:
 def device() -> str:
     """Where perplexity is measured."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
-def commit() -> str:
-    """Of the working tree; empty outside one."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:

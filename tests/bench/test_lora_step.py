@@ -1,20 +1,27 @@
 """tools/lora_step.py without a device: every cell and choice runs, and gives the same bits."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import lora_step
 import pytest
-
-TOOL = Path(__file__).parents[2] / "tools" / "lora_step.py"
 
 
 def test_every_cell_is_a_record(tmp_path: Path) -> None:
     output = tmp_path / "step.jsonl"
     command = [
-        *(sys.executable, TOOL, "--model", "tiny", "--device", "cpu", "--rounds", "1"),
+        *(
+            sys.executable,
+            lora_step.__file__,
+            "--model",
+            "tiny",
+            "--device",
+            "cpu",
+            "--rounds",
+            "1",
+        ),
         *("--batch", "1,3", "--settings", "one,mixed", "--output", output, "--commit", "abc"),
         *("--try", "low:side_priority=0", "--try", "wide:rows_n=256,dot_k=128@3"),
     ]
@@ -32,14 +39,12 @@ def test_every_cell_is_a_record(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_is_added() -> None:
-    tool = runpy.run_path(str(TOOL))
     cell = {"setting": "mixed", "rows": 16, "ms": {"base": 4.0, "one stream": 5.0, "own": 4.4}}
-    row = tool["table"]([json.dumps(cell)]).splitlines()[-1]
+    row = lora_step.table([json.dumps(cell)]).splitlines()[-1]
     assert row == "| mixed | 16 | 4.00 | 5.00 (+25.0 %) | 4.40 (+10.0 %) | +12 % |"
 
 
 @pytest.mark.parametrize("text", ["own:no_such_field=1", "own:rows_n=wide", "own:rows_n"])
 def test_a_choice_that_is_none_is_refused(text: str) -> None:
-    parse_variant = runpy.run_path(str(TOOL))["parse_variant"]
     with pytest.raises(ValueError):
-        parse_variant(text)
+        lora_step.parse_variant(text)

@@ -1,10 +1,11 @@
 """The engine's table in docs/benchmarks.md is what the script makes of the records."""
 
 import json
-import runpy
 import sys
 from pathlib import Path
 
+import efficiency
+import engine_table
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -14,13 +15,12 @@ RECORDS = ROOT / "docs" / "benchmarks" / "engine-h200.jsonl"
 def test_the_document_holds_the_table_of_the_records(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = runpy.run_path(str(ROOT / "tools" / "engine_table.py"))
-    document = ROOT / "docs" / "benchmarks.md"
+    document = engine_table.DOCUMENT
     copy = tmp_path / "benchmarks.md"
     copy.write_text(document.read_text())
-    monkeypatch.setitem(script["main"].__globals__, "DOCUMENT", copy)
+    monkeypatch.setattr(engine_table, "DOCUMENT", copy)
     monkeypatch.setattr(sys, "argv", ["engine_table.py", str(RECORDS)])
-    script["main"]()
+    engine_table.main()
     assert copy.read_text() == document.read_text()
     cells = [json.loads(line) for line in RECORDS.read_text().splitlines()]
     for cell in cells:
@@ -35,10 +35,9 @@ def test_the_document_holds_the_table_of_the_records(
 def test_the_efficiency_of_the_plan_is_that_of_the_records(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = runpy.run_path(str(ROOT / "tools" / "efficiency.py"))
     written = tmp_path / "efficiency.json"
-    monkeypatch.setitem(script["main"].__globals__, "OUTPUT", written)
-    script["main"]([str(path) for path in sorted(RECORDS.parent.glob("engine-h*.jsonl"))])
+    monkeypatch.setattr(efficiency, "OUTPUT", written)
+    efficiency.main([str(path) for path in sorted(RECORDS.parent.glob("engine-h*.jsonl"))])
     held = ROOT / "multilora_cli" / "sizing" / "efficiency.json"
     assert json.loads(written.read_text()) == json.loads(held.read_text())
     assert json.loads(held.read_text())["cells"]

@@ -1,36 +1,29 @@
 """The published tables in docs/benchmarks.md are what the script makes of the records."""
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
+import published_table
 import pytest
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tools" / "published_table.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPT))
 
 
 def test_the_document_holds_the_tables_of_the_records(
-    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     copy = tmp_path / "benchmarks.md"
-    copy.write_text(script["DOCUMENT"].read_text())
-    monkeypatch.setitem(script["main"].__globals__, "DOCUMENT", copy)
-    script["main"]()
-    assert copy.read_text() == script["DOCUMENT"].read_text(), "run tools/published_table.py"
+    document = published_table.DOCUMENT
+    copy.write_text(document.read_text())
+    monkeypatch.setattr(published_table, "DOCUMENT", copy)
+    published_table.main()
+    assert copy.read_text() == document.read_text(), "run tools/published_table.py"
 
 
 def record(preset: str, load: str, **more: Any) -> dict[str, Any]:
     settings = {"quantization": "none", "rate": None, "adapters_from": "models"}
     return {
         "preset": preset, "load": load,
-        "command": f"mlora bench --rows /somewhere/x --preset {preset} --commit abc",
+        "command": f"mlora bench --preset {preset}",
         "commit": "abc", "date": "2026-11-30", "gpu": "NVIDIA H200", "adapters": 5, "cut": 0,
         "requests": 300, "duration_s": 7.004,
         "requests_per_s": 7.5, "mean_output": 250.0, "input_tokens_per_s": 100.0,
@@ -40,15 +33,14 @@ def record(preset: str, load: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def made(script: dict[str, Any], *records: dict[str, Any]) -> list[str]:
-    published = json.loads(script["PUBLISHED"].read_text())
-    return str(script["body"](records, published)).splitlines()
+def made(*records: dict[str, Any]) -> list[str]:
+    published = json.loads(published_table.PUBLISHED.read_text())
+    return str(published_table.body(records, published)).splitlines()
 
 
-def test_punicas_rows_stand_beside_what_was_published(script: dict[str, Any]) -> None:
+def test_punicas_rows_stand_beside_what_was_published() -> None:
     fp8 = {"quantization": "fp8"}
     lines = made(
-        script,
         record("punica", "identical", settings=fp8),
         record("punica", "distinct", output_tokens_per_s=1.0),
         record("punica", "distinct"),  # the last one of a row counts
@@ -64,10 +56,9 @@ def test_punicas_rows_stand_beside_what_was_published(script: dict[str, Any]) ->
     assert "Not measured yet." in lines  # S-LoRA's
 
 
-def test_s_loras_rows_by_setting_arrivals_and_adapters(script: dict[str, Any]) -> None:
+def test_s_loras_rows_by_setting_arrivals_and_adapters() -> None:
     at_once = {"adapters_from": "/tmp/s2.names", "rate": "inf"}
     lines = made(
-        script,
         record("s-lora-table3", "n=1000", settings={**at_once, "rate": "10.0"}, bound=None),
         record("s-lora-table3", "n=1000", settings=at_once, cut=200),
         record("s-lora-table3", "n=5", settings=at_once, ttft=None, loads=None),
@@ -84,11 +75,11 @@ def test_s_loras_rows_by_setting_arrivals_and_adapters(script: dict[str, Any]) -
     ]
 
 
-def test_the_published_figures_are_those_of_the_presets(script: dict[str, Any]) -> None:
+def test_the_published_figures_are_those_of_the_presets() -> None:
     """A table cannot have a row that no preset makes."""
     from multilora_cli.bench.arms import POPULARITIES, TABLE3_ADAPTERS
 
-    published = json.loads(script["PUBLISHED"].read_text())
+    published = json.loads(published_table.PUBLISHED.read_text())
     assert set(published["punica"]["rows"]) == set(POPULARITIES)
     for rows in published["s-lora"]["rows"].values():
         assert set(rows) <= {f"n={count}" for count in TABLE3_ADAPTERS}
