@@ -44,6 +44,21 @@ def test_every_command_in_the_documents_exists() -> None:
         assert re.search(rf"^│ {command} ", help_text, re.MULTILINE), command
 
 
+def test_every_module_that_the_architecture_names_exists() -> None:
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"\b((?:[a-z_]+/)+[a-z_]+)\b(?!\.)", text))
+    packages = {path.name for path in (REPOSITORY / "multilora_cli").iterdir() if path.is_dir()}
+    ours = {name for name in named if name.split("/")[0] in packages | {"kernels"}}
+    assert len(ours) > 50
+    roots = (REPOSITORY / "multilora_cli", REPOSITORY)
+    missing = {name for name in ours if not any((r / f"{name}.py").is_file() or (r / name).is_dir()
+                                                for r in roots)}  # fmt: skip
+    assert not missing
+    assert {f"`{package}`" for package in packages - {"demo", "__pycache__"}} <= set(
+        re.findall(r"`[a-z]+`", text)
+    )
+
+
 def test_the_tour_loads_a_folder_that_a_clone_has() -> None:
     (path,) = re.findall(r'"lora_path": "([^"]+)"', README)
     assert (REPOSITORY / path / "adapter_config.json").is_file()
