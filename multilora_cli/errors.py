@@ -31,6 +31,10 @@ class MloraError(Exception):
         """The message without the adapter's name before it, for a sentence that begins with it."""
         return self.message.removeprefix(f"adapter {adapter}: ")
 
+    def of_adapter(self, adapter: str) -> str:
+        """The message with the adapter's name before it, once."""
+        return f"adapter {adapter}: {self.about(adapter)}"
+
 
 class Refused(MloraError):
     """The question was understood and the answer is no."""

@@ -52,3 +52,11 @@ def format_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{_digits(seconds / unit)} {name}"
     return f"{_digits(seconds / 86400)} d"
+
+
+def format_span(seconds: float) -> str:
+    """A duration to read in passing: whole seconds, minutes, hours or days."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"

@@ -84,13 +84,13 @@ class Api:
         self, name: str, *, hot: bool, pin: bool, ttl: float | None = None
     ) -> dict[str, Any]:
         """Bring an adapter up a step; its row. `ttl`: seconds."""
-        path = f"/v1/adapters/{_segment(name)}/warm"
+        path = f"/v1/adapters/{path_segment(name)}/warm"
         row: dict[str, Any] = await self.post(path, {"hot": hot, "pin": pin, "ttl": ttl})
         return row
 
     async def evict(self, name: str, *, cold: bool, unpin: bool) -> dict[str, Any]:
         """Move an adapter down a step; its row and what became free."""
-        path = f"/v1/adapters/{_segment(name)}/evict"
+        path = f"/v1/adapters/{path_segment(name)}/evict"
         row: dict[str, Any] = await self.post(path, {"cold": cold, "unpin": unpin})
         return row
 
@@ -106,7 +106,7 @@ class Api:
 
     async def model(self, name: str) -> dict[str, Any]:
         """One card. Raises MloraError where the name is unknown."""
-        card: dict[str, Any] = await self.get(f"/v1/models/{_segment(name)}")
+        card: dict[str, Any] = await self.get(f"/v1/models/{path_segment(name)}")
         return card
 
     async def adapters(self) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def _pieces(chunk: dict[str, Any]) -> list[str]:
     return [text for c in chunk.get("choices", ()) if (text := c.get("delta", {}).get("content"))]
 
 
-def _segment(name: str) -> str:
+def path_segment(name: str) -> str:
     """A name as one part of a path, so that no `..` in it can lead to another route."""
     return quote(name, safe="")
 

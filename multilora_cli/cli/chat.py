@@ -68,11 +68,11 @@ async def _converse(
     from multilora_cli.cli.chat_session import open_session
 
     async with server as url, Api(url, api_key) as api:
-        talk = _Talk(console, await open_session(api, adapter, settings))
+        talk = Talk(console, await open_session(api, adapter, settings))
         await talk.run(sys.stdin.isatty() and console.interactive)
 
 
-class _Talk:
+class Talk:
     """Reads prompts, shows answers; an error ends the turn, not the conversation."""
 
     def __init__(self, console: Console, session: "ChatSession") -> None:
@@ -143,7 +143,7 @@ class _Talk:
             texts[name] += piece
 
         if self._console.interactive:
-            with _Columns(self._console, texts) as columns:
+            with Columns(self._console, texts) as columns:
 
                 def show(name: str, piece: str) -> None:
                     grow(name, piece)
@@ -223,7 +223,7 @@ async def _piped() -> AsyncIterator[str]:
         yield held.rstrip("\n")
 
 
-class _Columns:
+class Columns:
     """Answers side by side while they grow."""
 
     def __init__(self, console: Console, texts: dict[str, str]) -> None:
@@ -234,7 +234,7 @@ class _Columns:
         self._width = rich.width
         self._live = Live(self._draw(), console=rich, refresh_per_second=12)
 
-    def __enter__(self) -> "_Columns":
+    def __enter__(self) -> "Columns":
         self._live.__enter__()
         return self
 

@@ -8,6 +8,7 @@ import typer
 
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.options import FleetOption, JsonOption, KeyOption, QuietOption, UrlOption
+from multilora_cli.units import format_size, format_span
 
 if TYPE_CHECKING:
     from multilora_cli.cli.api import Api
@@ -56,10 +57,10 @@ def list_adapters(
         for row in rows:
             console.line(str(row["id"]))
         return
-    console.table(_COLUMNS, [_cells(row) for row in rows], spare=_LEFT_OUT)
+    console.table(_COLUMNS, [row_cells(row) for row in rows], spare=_LEFT_OUT)
     for row in rows:
         if row.get("tier") == "failed":
-            console.note(f"{row['id']}: {row.get('detail') or 'failed'}{_retry(row)}")
+            console.note(f"{row['id']}: {row.get('detail') or 'failed'}{retry_words(row)}")
     for note in told_notes((str(row["id"]), row.get("notes") or ()) for row in rows):
         console.note(note)
     for pattern in reply.get("patterns") or ():
@@ -124,9 +125,8 @@ def _milliseconds(value_s: float | None) -> str:
     return "-" if value_s is None else f"{value_s * 1e3:.3g} ms"
 
 
-def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    from multilora_cli.units import format_size
-
+def row_cells(row: dict[str, Any]) -> tuple[object, ...]:
+    """A row of the table; a dash for what the server does not tell."""
     idle_s = row.get("last_used_s")
     return (
         row["id"],
@@ -137,7 +137,7 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
         row.get("pages", 0),
         _kept(row),
         row.get("in_flight", 0),
-        "-" if idle_s is None else f"{_span(idle_s)} ago",
+        "-" if idle_s is None else f"{format_span(idle_s)} ago",
         row.get("hits", 0),
         row.get("loads", 0),
         str(row.get("digest") or "-").removeprefix("sha256:")[:12],
@@ -155,22 +155,15 @@ def _kept(row: dict[str, Any]) -> str:
     words = [str(row["pin"])] if row.get("pin") else []
     ttl_s, left_s = row.get("ttl_s"), row.get("expires_in_s")
     if left_s is not None:
-        words.append(f"{_span(left_s)} left")
+        words.append(f"{format_span(left_s)} left")
     elif ttl_s is not None:
-        words.append(f"ttl {_span(ttl_s)}")
+        words.append(f"ttl {format_span(ttl_s)}")
     return ", ".join(words) or "-"
 
 
-def _span(seconds: float) -> str:
-    """A duration to read in passing: whole seconds, minutes, hours or days."""
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} s"
-
-
-def _retry(row: dict[str, Any]) -> str:
+def retry_words(row: dict[str, Any]) -> str:
+    """When a failed adapter is tried again, or how it can be."""
     left_s = row.get("retry_in_s")
     if left_s is None:
         return f" (mlora warm {row['id']} tries it again)"
-    return f" (attempt {int(row.get('attempts') or 0) + 1} in {_span(float(left_s))})"
+    return f" (attempt {int(row.get('attempts') or 0) + 1} in {format_span(float(left_s))})"

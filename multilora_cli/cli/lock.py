@@ -88,10 +88,10 @@ def _ask_all(loaded: "LoadedFleet", console: Console) -> "FleetLock":
                     found[adapter.name] = answer
         store.close()
     for name, error in failed[1:]:
-        console.error(f"adapter {name}: {error.about(name)}", error.hint)
+        console.error(error.of_adapter(name), error.hint)
     if failed:
         name, error = failed[0]
-        error.message = f"adapter {name}: {error.about(name)}; the lock file is as it was"
+        error.message = f"{error.of_adapter(name)}; the lock file is as it was"
         raise error
     return FleetLock(adapters=dict(sorted(found.items())))
 

@@ -149,7 +149,7 @@ def _adapters(
     for adapter, found in read_fleet_adapters(loaded, geometry, surveyor.survey):
         if isinstance(found, MloraError):
             faults.append(found)
-            lines.append(f"adapter {adapter.name}: {found.about(adapter.name)}")
+            lines.append(found.of_adapter(adapter.name))
             continue
         base = found.shape.base_model_name or ""
         shape, pinned = found.shape, adapter.pin == "hot"

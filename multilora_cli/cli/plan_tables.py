@@ -155,8 +155,8 @@ def show_bounds(console: Console, plan: FleetPlan) -> None:
     rows = [
         (
             row.batch,
-            _step(row.base_ms),
-            _step(row.adapters_ms),
+            format_step(row.base_ms),
+            format_step(row.adapters_ms),
             f"{row.tokens_s:,.0f}",
             "no data" if row.expected_tokens_s is None else f"{row.expected_tokens_s:,.0f}",
         )
@@ -168,7 +168,7 @@ def show_bounds(console: Console, plan: FleetPlan) -> None:
     for source, is_measured in sorted(told.items()):
         how = "tokens/s at most x the share of it that this engine reached, " if is_measured else ""
         console.line(f"expected: {how}{source}")
-    console.line(f"prefill of 1,024 tokens: {_step(plan.prefill_ms)} at least")
+    console.line(f"prefill of 1,024 tokens: {format_step(plan.prefill_ms)} at least")
     if plan.break_even:
         console.line(
             f"from {plan.break_even} distinct adapters in one step on, the adapters' bytes exceed"
@@ -208,7 +208,7 @@ def show_forecast(console: Console, forecast: TraceForecast) -> None:
 def _grid_cells(plan: FleetPlan | str) -> tuple[str, ...]:
     if isinstance(plan, str):
         return (f"no: {plan.splitlines()[0]}", "-", "-", "-", "-", "-")
-    step = next((_step(row.adapters_ms) for row in plan.bounds if row.batch == 64), "-")
+    step = next((format_step(row.adapters_ms) for row in plan.bounds if row.batch == 64), "-")
     return (
         "yes" if plan.fits else "no",
         format_size(plan.memory.weights),
@@ -223,6 +223,6 @@ def _unused(plan: FleetPlan) -> int:
     return plan.available_bytes - sum(plan.memory.parts().values())
 
 
-def _step(milliseconds: float) -> str:
+def format_step(milliseconds: float) -> str:
     """A time of a step: two places, and more where a small model would show as 0.00."""
     return f"{milliseconds:.2f} ms" if milliseconds >= 0.1 else f"{milliseconds:.2g} ms"

@@ -83,7 +83,7 @@ def serve(
             secrets=startup.secrets,
             reread=lambda: _reread(startup.loaded.path, overrides),
         )
-        status = run_server(served, _Start(console, startup, bars).hooks())
+        status = run_server(served, StartDisplay(console, startup, bars).hooks())
     raise typer.Exit(status)
 
 
@@ -132,7 +132,7 @@ def _can_listen(loaded: "LoadedFleet") -> None:
     bind(loaded.fleet.server.host, loaded.fleet.server.port).close()
 
 
-class _Start:
+class StartDisplay:
     """What a person sees between the command and the first request; `bars` until it is ready."""
 
     def __init__(self, console: Console, startup: "Startup", bars: ExitStack) -> None:
@@ -187,7 +187,7 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
             + (f", {len(startup.failures)} refused" if startup.failures else "")
             + "".join(f", {p.pattern} on request" for p in startup.changes.fleet.patterns),
             "context": f"{ready.max_model_len:,} tokens",
-            "memory": "\n".join(_memory_lines(ready)),
+            "memory": "\n".join(memory_lines(ready)),
             "pool": f"{ready.num_pages:,} pages of {format_size(page)} for KV and adapters",
             "address": f"{url}/v1",
             "docs": f"{here}/docs",
@@ -215,7 +215,7 @@ def show_ready(console: Console, startup: "Startup", ready: "Ready", url: str) -
         console.line(url)
 
 
-def _memory_lines(ready: "Ready") -> list[str]:
+def memory_lines(ready: "Ready") -> list[str]:
     """Planned beside allocated; a difference above 2 % is said in words."""
     from multilora_cli.sizing.device import deviations
     from multilora_cli.units import format_size

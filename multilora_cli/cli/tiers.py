@@ -118,7 +118,7 @@ async def _move_all(console: Console, api: "Api", patterns: Sequence[str], move:
 
     slots = asyncio.Semaphore(_PARALLEL)
     async with api:
-        names = _matching(patterns, await _known(api, patterns))
+        names = matching_names(patterns, await _known(api, patterns))
         done: list[str] = []
 
         async def one(name: str) -> dict[str, Any] | MloraError:
@@ -126,7 +126,7 @@ async def _move_all(console: Console, api: "Api", patterns: Sequence[str], move:
                 try:
                     return await move.ask(api, name)
                 except MloraError as error:
-                    error.message = _naming(name, error.message)
+                    error.message = with_name(name, error.message)
                     return error
                 finally:
                     done.append(name)
@@ -144,7 +144,7 @@ async def _move_all(console: Console, api: "Api", patterns: Sequence[str], move:
         raise type(faults[0])("\n".join(fault.message for fault in faults), hint=hint)
 
 
-def _naming(name: str, message: str) -> str:
+def with_name(name: str, message: str) -> str:
     """`message`, with the name before it where it does not say it itself."""
     if f"`{name}`" in message or message.startswith((f"adapter {name} ", f"adapter {name}:")):
         return message
@@ -163,7 +163,7 @@ def _is_open(pattern: str) -> bool:
     return pattern.endswith("/") or any(sign in pattern for sign in "*?[")
 
 
-def _matching(patterns: Sequence[str], known: Sequence[str]) -> list[str]:
+def matching_names(patterns: Sequence[str], known: Sequence[str]) -> list[str]:
     """Names in the order given, each once; one that is no glob or folder is left to the server.
 
     Raises BadInput where a glob or folder has none.

@@ -161,7 +161,7 @@ class FleetApply:
                 try:
                     return await self._candidate(request)
                 except MloraError as error:
-                    return f"adapter {request.name}: {error.about(request.name)}"
+                    return error.of_adapter(request.name)
 
         found = await asyncio.gather(*map(read, plan.wanted))
         problems = [item for item in found if isinstance(item, str)]

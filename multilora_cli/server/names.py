@@ -162,7 +162,7 @@ class Names:
         return self._registry.register(request).entry
 
     def _cannot(self, name: str, error: MloraError, source: str) -> RequestError:
-        _log.warning("adapter %s: %s", name, error.about(name))
+        _log.warning("%s", error.of_adapter(name))
         detail = about_adapter(name, error.message, (source,))
         self._remember(name, detail)
         return unavailable("adapter_unavailable", detail)

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from multilora_cli.adapters.source.fetch import FetchLimits, RateFloor, TransientError, Tries
-from multilora_cli.adapters.source.http import Hosts, _retry_after
+from multilora_cli.adapters.source.http import Hosts, retry_after_s
 
 LIMITS = FetchLimits(tries=3, backoff_s=0.01, total_s=30.0)
 
@@ -29,8 +29,8 @@ def test_f61_retry_after_is_honoured() -> None:
     with pytest.raises(TransientError):
         tries.run(attempt)
     assert waits == [0.01, 2.0]
-    assert _retry_after("7") == 7 and _retry_after("Mon, 01 Jan 2001 00:00:00 GMT") == 0
-    assert [_retry_after(text) for text in (None, "", "soon", "-1", "9" * 40)] == [None] * 5
+    assert retry_after_s("7") == 7 and retry_after_s("Mon, 01 Jan 2001 00:00:00 GMT") == 0
+    assert [retry_after_s(text) for text in (None, "", "soon", "-1", "9" * 40)] == [None] * 5
 
 
 def test_f61_total_time_and_jitter() -> None:

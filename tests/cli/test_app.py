@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from multilora_cli import __version__
 from multilora_cli.cli.app import app
-from multilora_cli.cli.tiers import _naming
+from multilora_cli.cli.tiers import with_name
 from multilora_cli.errors import AdapterError, reason_of
 
 runner = CliRunner()
@@ -176,6 +176,6 @@ def test_the_name_of_an_adapter_is_said_once() -> None:
     error = AdapterError("adapter acme: chat_template: x: not there, or not a file")
     assert error.about("acme") == "chat_template: x: not there, or not a file"
     assert error.about("acm") == error.message
-    assert _naming("a", "found a folder") == "adapter a: found a folder"
-    assert _naming("a", "adapter a is pinned hot") == "adapter a is pinned hot"
-    assert _naming("a", "The model `a` does not exist.") == "The model `a` does not exist."
+    assert with_name("a", "found a folder") == "adapter a: found a folder"
+    assert with_name("a", "adapter a is pinned hot") == "adapter a is pinned hot"
+    assert with_name("a", "The model `a` does not exist.") == "The model `a` does not exist."

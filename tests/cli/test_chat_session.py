@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from multilora_cli.cli.api import UnknownName, _segment
-from multilora_cli.cli.chat import _Columns, _Talk
+from multilora_cli.cli.api import UnknownName, path_segment
+from multilora_cli.cli.chat import Columns, Talk
 from multilora_cli.cli.chat_session import COMMANDS, ChatSession, Settings, open_session
 from multilora_cli.cli.console import Console
 from multilora_cli.demo import DEMO_PROMPTS
@@ -161,7 +161,7 @@ def test_compared_answers_are_never_cut_off(
     monkeypatch.setenv("COLUMNS", str(width))
     stream = io.StringIO()
     names = [f"{trade}-glossary" for trade in ("shipping", "law", "tax", "medicine", "food")]
-    drawn = _Columns(Console(stdout=stream), dict.fromkeys(names, "the port was late"))._draw()
+    drawn = Columns(Console(stdout=stream), dict.fromkeys(names, "the port was late"))._draw()
     Console(stdout=stream).render(drawn)
     text = stream.getvalue()
     assert all(name in text for name in names) and "\u2026" not in text
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation() -> None:
     """The request goes with the turn, and the turn is not remembered."""
     session, api = opened("acme")
     stream = io.StringIO()
-    talk = _Talk(Console(stdout=stream, stderr=stream), session)
+    talk = Talk(Console(stdout=stream, stderr=stream), session)
 
     async def main() -> None:
         before = signal.getsignal(signal.SIGINT)
@@ -206,5 +206,5 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation() -> None:
 
 def test_a_name_is_one_part_of_a_path() -> None:
     """A-SEC-01: no name leads to another route."""
-    assert _segment("../../v1/unload_lora_adapter") == "..%2F..%2Fv1%2Funload_lora_adapter"
-    assert _segment("acme/legal?x#y") == "acme%2Flegal%3Fx%23y"
+    assert path_segment("../../v1/unload_lora_adapter") == "..%2F..%2Fv1%2Funload_lora_adapter"
+    assert path_segment("acme/legal?x#y") == "acme%2Flegal%3Fx%23y"

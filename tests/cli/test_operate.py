@@ -11,12 +11,13 @@ from multilora_cli.adapters.entry import AdapterRequest
 from multilora_cli.cli.api import Api
 from multilora_cli.cli.app import app
 from multilora_cli.cli.fleet_diff import fleet_body
-from multilora_cli.cli.listing import _cells, _retry, _span
-from multilora_cli.cli.tiers import _matching
+from multilora_cli.cli.listing import retry_words, row_cells
+from multilora_cli.cli.tiers import matching_names
 from multilora_cli.errors import AdapterUnavailable, BadInput, Refused
 from multilora_cli.fleet.declared import declared_adapters, declared_settings
 from multilora_cli.fleet.load import load_fleet
 from multilora_cli.server.changes import RuntimeChanges, ServedFleet, by_name, request_of
+from multilora_cli.units import format_span
 from tests.fakes import Behaviour, Spawner, write_adapter
 from tests.server.conftest import Server
 
@@ -125,27 +126,27 @@ def test_what_another_name_keeps(server: Server, monkeypatch: pytest.MonkeyPatch
 def test_failed_ones_say_why_and_when(server: Server) -> None:
     ran = runner.invoke(app, ["list", "--url", server.url])
     assert "late: down (attempt 2 in " in ran.stderr
-    assert _retry({"id": "x", "retry_in_s": None}) == " (mlora warm x tries it again)"
+    assert retry_words({"id": "x", "retry_in_s": None}) == " (mlora warm x tries it again)"
 
 
 def test_spans() -> None:
-    assert [_span(s) for s in (0.7, 59, 119, 120, 5400, 7200, 86400 * 3)] == [
+    assert [format_span(s) for s in (0.7, 59, 119, 120, 5400, 7200, 86400 * 3)] == [
         "1 s", "59 s", "119 s", "2 min", "90 min", "2 h", "3 d",
     ]  # fmt: skip
 
 
 def test_cells_of_a_bare_row() -> None:
     """A server that tells less than ours."""
-    assert _cells({"id": "x"}) == ("x", "-", "-", "-", "0 B", 0, "-", 0, "-", 0, 0, "-")
+    assert row_cells({"id": "x"}) == ("x", "-", "-", "-", "0 B", 0, "-", 0, "-", 0, 0, "-")
 
 
 def test_matching() -> None:
     known = ["a/x", "a/y", "b/x", "ab"]
-    assert _matching(["a/"], known) == ["a/x", "a/y"]
-    assert _matching(["*/x", "a/x", "new/one"], known) == ["a/x", "b/x", "new/one"]
-    assert _matching(["a[b]"], known) == ["ab"]
+    assert matching_names(["a/"], known) == ["a/x", "a/y"]
+    assert matching_names(["*/x", "a/x", "new/one"], known) == ["a/x", "b/x", "new/one"]
+    assert matching_names(["a[b]"], known) == ["ab"]
     with pytest.raises(BadInput, match="no adapter matches c/"):
-        _matching(["c/"], known)
+        matching_names(["c/"], known)
 
 
 def test_diff_and_apply(server: Server) -> None:

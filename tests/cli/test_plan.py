@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from multilora_cli.cli.app import app
 from multilora_cli.cli.console import Console
-from multilora_cli.cli.plan_tables import _step
+from multilora_cli.cli.plan_tables import format_step
 
 runner = CliRunner()
 LLAMA3_8B = {
@@ -139,7 +139,7 @@ def test_a_plan_on_a_terminal(fleet: Path, width: int, monkeypatch: pytest.Monke
 
 
 def test_a_small_model_has_times_too() -> None:
-    assert [_step(ms) for ms in (0.0004, 0.012, 5.891, 20.0)] == [
+    assert [format_step(ms) for ms in (0.0004, 0.012, 5.891, 20.0)] == [
         "0.0004 ms", "0.012 ms", "5.89 ms", "20.00 ms",
     ]  # fmt: skip
 

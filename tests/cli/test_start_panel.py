@@ -14,7 +14,7 @@ from multilora_cli.cli.api import own_url
 from multilora_cli.cli.app import app
 from multilora_cli.cli.console import Console
 from multilora_cli.cli.listing import told_notes
-from multilora_cli.cli.serve import _memory_lines, _Start, show_ready
+from multilora_cli.cli.serve import StartDisplay, memory_lines, show_ready
 from multilora_cli.demo import DEMO_PROMPTS, demo_base_path
 from multilora_cli.engine.messages import Progress, Ready
 
@@ -29,7 +29,7 @@ def test_planned_beside_allocated_by_part() -> None:
         allocated={"weights": 101 * mib, "pool": 200 * mib, "lists": 12 * mib, "margin": 5 * mib,
                    "context": mib},
     )  # fmt: skip
-    assert _memory_lines(ready) == [
+    assert memory_lines(ready) == [
         "weights 100 MiB planned, 101 MiB allocated",
         "pool 200 MiB planned, 200 MiB allocated",
         "workspace 50 MiB planned",
@@ -96,7 +96,7 @@ def test_a_start_that_ends_early_leaves_no_bar_and_shows_the_cursor_again(
     screen = Terminal()
     startup: Any = SimpleNamespace()
     with ExitStack() as bars:
-        hooks = _Start(Console(stdout=screen, stderr=screen), startup, bars).hooks()
+        hooks = StartDisplay(Console(stdout=screen, stderr=screen), startup, bars).hooks()
         hooks.progress(Progress(phase="weights", done=1, total=4))
         assert "\x1b[?25l" in screen.getvalue()
     assert "loading weights" in screen.getvalue()

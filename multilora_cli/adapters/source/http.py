@@ -223,7 +223,7 @@ class HttpClient:
         if status == 412:
             raise ChangedError("HTTP 412: another version than the one that was looked up")
         if status in _BUSY:
-            after = _retry_after(response.headers.get("retry-after"))
+            after = retry_after_s(response.headers.get("retry-after"))
             asked = f", asks to wait {after:.0f} s" if after else ""
             raise TransientError(f"HTTP {status}{asked}", retry_after_s=after)
         words, hint = self._explain(status)
@@ -280,7 +280,7 @@ def _refuse_metadata(url: httpx.URL) -> None:
             raise RefusedError(f"{quoted(url.host)} is a link-local or metadata address")
 
 
-def _retry_after(text: str | None) -> float | None:
+def retry_after_s(text: str | None) -> float | None:
     """Seconds of a Retry-After header, a number or a date."""
     if not text:
         return None
