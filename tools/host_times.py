@@ -12,15 +12,18 @@ of an adapter whose norms are computed over the base.
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 STARTED = time.perf_counter()
+# What a load is called -> the tier it comes from; None: never loaded.
+LOADS: tuple[tuple[str, Literal["warm", "cold"] | None], ...] = (
+    ("first", None), ("known", "cold"), ("warm", "warm"),
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from multilora_cli.bench.offline import Driver
@@ -123,11 +126,11 @@ def loads(
     submits = make_submits(Shape(32, 1500), rows, (), engine.parts.vocab_size, first)
     driver.begin(submits)
     usual = median(driver.steps(40)) * 1e3
-    for name, below in (("first", None), ("known", "cold"), ("warm", "warm")):
+    for name, tier in LOADS:
         times, longest = [], 0.0
         for ref in refs:
-            if below is not None:
-                driver.evict(ref, below)
+            if tier is not None:
+                driver.evict(ref, tier)
             took, gaps = driver.load_beside(ref)
             times.append(took * 1e3)
             longest = max(longest, max(gaps) * 1e3)
@@ -229,4 +232,4 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=6, help="adapters")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--kv-bytes", type=int, default=9 * 2**30)
-    sys.exit(main(parser.parse_args()))
+    main(parser.parse_args())

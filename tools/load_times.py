@@ -9,7 +9,6 @@ No GPU is needed; the copy to it is not part of the times.
 """
 
 import argparse
-import sys
 import tempfile
 import threading
 import time
@@ -89,7 +88,7 @@ def main(arguments: argparse.Namespace) -> None:
         geometry = read_geometry(base)
         refs = adapters(Path(scratch), geometry, base, arguments.adapter, arguments.count)
         helpers = num_helpers() if arguments.helpers is None else arguments.helpers
-        threads = loader_threads(1 + helpers)
+        threads = loader_threads(1 + helpers, torch.device("cpu"))
         crew = Crew(threads, helpers)
 
         def new_reader() -> AdapterReader:
@@ -147,4 +146,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("--host-ms", type=float, default=1.0)
     parser.add_argument("--step-ms", type=float, default=5.6)
-    sys.exit(main(parser.parse_args()))
+    main(parser.parse_args())

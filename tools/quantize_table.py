@@ -141,10 +141,10 @@ def table(records: Iterable[dict[str, Any]]) -> str:
     for (model, where, way, text), record in sorted(last.items(), key=_order):
         if way not in CALIBRATED and text != "default":
             continue
-        base, plain = (last.get((model, where, other, "default")) for other in ("base", "plain"))
+        base = last.get((model, where, "base", "default"))
+        plain = last.get((model, where, "plain", "default")) if way in CALIBRATED else None
         over = f"{record['perplexity'] / base['perplexity'] - 1:+.1%}" if base else ""
-        searched = way in CALIBRATED and plain is not None
-        less = f"{record['perplexity'] / plain['perplexity'] - 1:+.1%}" if searched else ""
+        less = f"{record['perplexity'] / plain['perplexity'] - 1:+.1%}" if plain else ""
         name = WAYS[way][0] + (f", calibrated on {text}" if text != "default" else "")
         seconds = f"{record['seconds']:.0f} s" if record["seconds"] else ""
         lines.append(

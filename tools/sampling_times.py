@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def peaked(rows: int) -> torch.Tensor:
 
 def rows_of(how: dict[str, float], count: int) -> list[SamplingRow]:
     """As many rows, each with a seed of its own."""
-    params = {"max_tokens": 1, "temperature": 1.0} | how
+    params: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0} | how
     return [
         SamplingRow(SamplingParams(**params, seed=seed), HISTORY, HISTORY[:100])
         for seed in range(count)
@@ -59,6 +60,10 @@ def host_ms(work: Callable[[], object]) -> float:
     return (time.perf_counter() - began) / CALLS * 1e3
 
 
+def timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def times(logits: torch.Tensor, rows: list[SamplingRow]) -> dict[str, float]:
     """Milliseconds by what takes them."""
 
@@ -68,7 +73,7 @@ def times(logits: torch.Tensor, rows: list[SamplingRow]) -> dict[str, float]:
     batch = build()
     for _ in range(3):
         sample(logits, batch)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = timing_event(), timing_event()
     built = host_ms(build)
     torch.cuda.synchronize()
     begin.record()

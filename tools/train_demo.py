@@ -1,7 +1,7 @@
 """Trains the demo fleet: tokenizer, base and adapters, from nothing but tools/demo_tasks.py.
 
-    python -m tools.train_demo --out multilora_cli/demo          # about two minutes on an H200
-    python -m tools.train_demo --out /tmp/demo --steps 3 --adapter-steps 3 --examples 4   # a trial
+    python tools/train_demo.py --out multilora_cli/demo          # about two minutes on an H200
+    python tools/train_demo.py --out /tmp/demo --steps 3 --adapter-steps 3 --examples 4   # a trial
 
 The base learns to repeat the user's text, and a few skills when the system message names one; each
 adapter learns its job with the base frozen, through PEFT. Weights are rounded to bfloat16 before
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from demo_tasks import TASKS, Conversation, base_conversations, examples, task_conversations
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -33,8 +34,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-
-from tools.demo_tasks import TASKS, Conversation, base_conversations, examples, task_conversations
 
 log = logging.getLogger("train_demo")
 

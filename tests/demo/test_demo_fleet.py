@@ -4,13 +4,13 @@ import random
 from collections.abc import Callable
 
 import pytest
+from demo_tasks import SKILLS, TASKS, any_prompt, examples, held_out, plain_prompt
 
 from multilora_cli.demo import DEMO_ADAPTERS, DEMO_PROMPTS, demo_adapter_path, demo_base_path
 from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.text.chat_template import load_chat_template
 from multilora_cli.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.engine_kit import Rig, adapter_ref
-from tools.demo_tasks import SKILLS, TASKS, any_prompt, examples, held_out, plain_prompt
 
 PER_TASK = 8
 PAGE = 16 * 2 * 5 * 4 * 32 * 4  # bytes of float32 K and V of 16 tokens: 5 layers, 4 heads of 32

@@ -7,13 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from multilora_cli.adapters.peft import read_adapter
-from multilora_cli.demo import DEMO_ADAPTERS, demo_adapter_path, demo_base_path
-from multilora_cli.fleet.load import load_fleet
-from multilora_cli.fleet.schema import Adapter
-from multilora_cli.sizing.geometry import read_geometry
-from tools.demo_tasks import (
+from demo_tasks import (
     GLOSSARIES,
     SHARED,
     TASKS,
@@ -29,6 +23,12 @@ from tools.demo_tasks import (
     romanise,
     task_conversations,
 )
+
+from multilora_cli.adapters.peft import read_adapter
+from multilora_cli.demo import DEMO_ADAPTERS, demo_adapter_path, demo_base_path
+from multilora_cli.fleet.load import load_fleet
+from multilora_cli.fleet.schema import Adapter
+from multilora_cli.sizing.geometry import read_geometry
 
 ROOT = Path(__file__).parents[2]
 

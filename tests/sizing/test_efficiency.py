@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
+import efficiency as tool
 import pytest
 
 from multilora_cli.sizing import efficiency, report
 from multilora_cli.sizing.efficiency import Measured, Step, measured, nearest
 from multilora_cli.sizing.hardware import find_gpu
 from tests.cli.test_plan import LLAMA3_8B, planned
-from tools import efficiency as tool
 
 H200, RTX_4090 = find_gpu("h200"), find_gpu("rtx-4090")
 CELLS = (
