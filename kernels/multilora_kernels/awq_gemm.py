@@ -10,7 +10,7 @@ the left operand (N in the place of a matrix multiply's M), so that a batch of 8
 tensor-core rows; q - zero is exact in bf16 and fp16, scales are applied to fp32 sums once a group.
 K is split over programs; the split depends on N, K and the chip alone, so that a row's bits
 depend neither on the rows beside it nor, within this path, on how many there are.
-Larger batches run `awq_wide` where that measures better, or dequantise slices of N to 16 bits and
+Larger batches run `awq_hopper` on Hopper up to 256 rows, or dequantise slices of N to 16 bits and
 multiply those with the vendor's library.
 """
 
@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels import awq_hopper, awq_wide
+from multilora_kernels import hopper_choice
 from multilora_kernels.awq_hopper import HopperLaunch, run_hopper
-from multilora_kernels.awq_wide import WideLaunch, run_wide
 from multilora_kernels.awq_words import exact_weights, negated_zero, scale_of
 from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
@@ -219,11 +218,10 @@ def dequantise_kernel(
 
 @dataclass(frozen=True)
 class AwqLaunch:
-    """One multiply: by `tile`, `hopper` or `wide`, or `slice_n` rows of W dequantised at a time."""
+    """One multiply: by `tile`, by `hopper`, or `slice_n` rows of W dequantised at a time."""
 
     tile: Tile | None = None
     hopper: HopperLaunch | None = None
-    wide: WideLaunch | None = None
     slice_n: int = 0
 
 
@@ -242,12 +240,9 @@ def choose_launch(m: int, n: int, k: int, chip: Chip, aligned: bool = True) -> A
 
     `aligned`: x begins at a multiple of 16 bytes, its rows lie multiples of 16 elements apart.
     """
-    hopper = awq_hopper.choose_launch(m, n, k, chip) if aligned else None
+    hopper = hopper_choice.choose_launch(m, n, k, chip) if aligned else None
     if hopper is not None:
         return AwqLaunch(hopper=hopper)
-    wide = awq_wide.choose_launch(m, n, k, chip)
-    if wide is not None:
-        return AwqLaunch(wide=wide)
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m > int(shape.get("max_fused", _MAX_FUSED)):
         return AwqLaunch(slice_n=slice_rows(n, k, int(shape.get("slice_bytes", SLICE_BYTES))))
@@ -340,8 +335,6 @@ def awq_gemm(x: torch.Tensor, weight: AwqWeight) -> torch.Tensor:
         return run_fused(x, weight, launch.tile)
     if launch.hopper is not None:
         return run_hopper(x, weight, launch.hopper)
-    if launch.wide is not None:
-        return run_wide(x, weight, launch.wide)
     return run_sliced(x, weight, launch.slice_n)
 
 

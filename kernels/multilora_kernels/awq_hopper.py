@@ -82,17 +82,39 @@ def _x_parts(
 
 
 @gluon.jit
-def _metas(metas, stage, layout, GROUPS: gl.constexpr):
-    """A block's scales and zeros, one tensor for each group."""
-    first = metas.index(stage * GROUPS).load(layout)
+def _words(words, layout: gl.constexpr, PARTS: gl.constexpr):
+    """A block's words, one tensor for each part of its outputs."""
+    PART: gl.constexpr = words.shape[0] // PARTS
+    first = words.slice(0, PART, dim=0).load(layout)
+    if PARTS == 1:
+        return (first,)
+    else:
+        return first, words.slice(PART, PART, dim=0).load(layout)
+
+
+@gluon.jit
+def _part_metas(metas, at, offset: gl.constexpr, layout: gl.constexpr, PART: gl.constexpr,
+                GROUPS: gl.constexpr):  # fmt: skip
+    first = metas.index(at).slice(offset, PART, dim=0).load(layout)
     if GROUPS == 1:
         return (first,)
     elif GROUPS == 2:
-        return first, metas.index(stage * GROUPS + 1).load(layout)
+        return first, metas.index(at + 1).slice(offset, PART, dim=0).load(layout)
     else:
-        second = metas.index(stage * GROUPS + 1).load(layout)
-        third = metas.index(stage * GROUPS + 2).load(layout)
-        return first, second, third, metas.index(stage * GROUPS + 3).load(layout)
+        second = metas.index(at + 1).slice(offset, PART, dim=0).load(layout)
+        third = metas.index(at + 2).slice(offset, PART, dim=0).load(layout)
+        return first, second, third, metas.index(at + 3).slice(offset, PART, dim=0).load(layout)
+
+
+@gluon.jit
+def _metas(metas, stage, layout: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
+           GROUPS: gl.constexpr):  # fmt: skip
+    """A block's scales and zeros, for each part of its outputs one tensor for each group."""
+    first = _part_metas(metas, stage * GROUPS, 0, layout, PART, GROUPS)
+    if PARTS == 1:
+        return first
+    else:
+        return first + _part_metas(metas, stage * GROUPS, PART, layout, PART, GROUPS)
 
 
 @gluon.jit
@@ -102,8 +124,31 @@ def _widened(words, meta, QUARTER: gl.constexpr, SCALE: gl.constexpr, CT: gl.con
     return scaled_weights(words, zero, scale, QUARTER, CT, SCALE)
 
 
+@gluon.jit
+def _store(
+    acc, y_ptr, partial_ptr, first_n, offset: gl.constexpr, first_m, M, N, SPLIT_K: gl.constexpr
+):
+    """A part's sums to y, or beside y where K is split."""
+    PART: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    if SPLIT_K == 1:
+        layout: gl.constexpr = gl.BlockedLayout(
+            [8, 1], [PART // 8, 256 // PART], [1, gl.num_warps()], [0, 1]
+        )
+        y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty), layout)
+        n = first_n + offset + gl.arange(0, PART, gl.SliceLayout(1, layout))
+        m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+        offsets = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+        mask = gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1)
+        gl.store(y_ptr + offsets, y, mask=mask)
+    else:
+        n = offset + gl.arange(0, PART, gl.SliceLayout(1, acc.type.layout))
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
+        gl.store(partial_ptr + gl.expand_dims(n * BLOCK_M, 1) + gl.expand_dims(m, 0), acc)
+
+
 @gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
-def awq_hopper_kernel(
+def awq_hopper_kernel(  # noqa: C901
     x_ptr,
     words_ptr,
     meta_ptr,
@@ -123,12 +168,18 @@ def awq_hopper_kernel(
     SCALE: gl.constexpr,
     CT: gl.constexpr,
     PDL: gl.constexpr,
+    FENCE: gl.constexpr = True,
+    DEPTH: gl.constexpr = 1,
+    ORDER: gl.constexpr = 0,
 ):
     WARPS: gl.constexpr = gl.num_warps()
     AHEAD: gl.constexpr = STAGES - 1
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     word_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     meta_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
+    # What a step multiplies at a time: 32 inputs of the 16 outputs that a warp's instruction has.
+    PART: gl.constexpr = 16 * WARPS
+    PARTS: gl.constexpr = BLOCK_N // PART
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     x_copy_layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [2 * X_PARTS, 16 // X_PARTS], [WARPS, 1], [1, 0]
@@ -175,26 +226,33 @@ def awq_hopper_kernel(
         x_ptrs += 128
         async_copy.commit_group()
 
-    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, acc_layout)
+    acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
+    second_acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
     async_copy.wait_group(AHEAD - 1)
-    fence_async_shared()
+    if FENCE:
+        fence_async_shared()
     tl.debug_barrier()
-    packed = words.index(0).load(word_layout)
-    meta = _metas(metas, 0, meta_layout, GROUPS)
-    w = _widened(packed, meta[0], 0, SCALE, CT)
+    packed = _words(words.index(0), word_layout, PARTS)
+    meta = _metas(metas, 0, meta_layout, PART, PARTS, GROUPS)
+    w = _widened(packed[0], meta[0], 0, SCALE, CT)
     for block in range(count):
         stage = block % STAGES
         following = (block + 1) % STAGES
-        for quarter in gl.static_range(4):
-            x_part = xs[quarter * X_PARTS // 4].index(stage)
-            x = x_part.slice(quarter * 32 % (128 // X_PARTS), 32, dim=1).permute([1, 0])
-            acc = warpgroup_mma(w, x, acc, is_async=True)
-            if quarter == 2:
+        for i in gl.static_range(4 * PARTS):
+            x_part = xs[i // PARTS * X_PARTS // 4].index(stage)
+            x = x_part.slice(i // PARTS * 32 % (128 // X_PARTS), 32, dim=1).permute([1, 0])
+            if i % PARTS == 0:
+                acc = warpgroup_mma(w, x, acc, is_async=True)
+            else:
+                second_acc = warpgroup_mma(w, x, second_acc, is_async=True)
+            if i == 2 * PARTS:
                 async_copy.wait_group(AHEAD - 2)
-                fence_async_shared()
+                if FENCE:
+                    fence_async_shared()
                 tl.debug_barrier()
-                next_packed = words.index(following).load(word_layout)
-                next_meta = _metas(metas, following, meta_layout, GROUPS)
+                if ORDER == 0:
+                    next_packed = _words(words.index(following), word_layout, PARTS)
+                    next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
                 # Every warp is done with the block before this one: its stage is filled again.
                 _copy_block(
                     words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs,
@@ -204,31 +262,37 @@ def awq_hopper_kernel(
                 meta_ptr += N_padded * GROUPS
                 x_ptrs += 128
                 async_copy.commit_group()
-            if quarter < 3:
-                next_w = _widened(packed, meta[(quarter + 1) * GROUPS // 4], quarter + 1, SCALE, CT)
+                if ORDER == 1:
+                    next_packed = _words(words.index(following), word_layout, PARTS)
+                    next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
+            if i < 4 * PARTS - 1:
+                next_w = _widened(
+                    packed[(i + 1) % PARTS],
+                    meta[(i + 1) % PARTS * GROUPS + (i + 1) // PARTS * GROUPS // 4],
+                    (i + 1) // PARTS, SCALE, CT,
+                )  # fmt: skip
             else:
                 packed, meta = next_packed, next_meta
-                next_w = _widened(packed, meta[0], 0, SCALE, CT)
-            acc, w, next_w = warpgroup_mma_wait(1, deps=[acc, w, next_w])
+                next_w = _widened(packed[0], meta[0], 0, SCALE, CT)
+            if PARTS == 2:
+                acc, second_acc, w, next_w = warpgroup_mma_wait(
+                    DEPTH, deps=[acc, second_acc, w, next_w]
+                )
+            else:
+                acc, w, next_w = warpgroup_mma_wait(DEPTH, deps=[acc, w, next_w])
             w = next_w
-    total = warpgroup_mma_wait(0, deps=[acc])
+    if PARTS == 2:
+        acc, second_acc = warpgroup_mma_wait(0, deps=[acc, second_acc])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if SPLIT_K == 1:
-        out_layout: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, WARPS], [0, 1])
-        y = gl.convert_layout(total.to(y_ptr.dtype.element_ty), out_layout)
-        n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, out_layout))
-        m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, out_layout))
-        offsets = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
-        mask = gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1)
-        gl.store(y_ptr + offsets, y, mask=mask)
-    else:
-        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc_layout))
-        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-        plane = gl.program_id(2) * gl.num_programs(1) * gl.num_programs(0) + tile
-        partial_ptr += plane.to(gl.int64) * (BLOCK_N * BLOCK_M)
-        gl.store(partial_ptr + gl.expand_dims(n * BLOCK_M, 1) + gl.expand_dims(m, 0), total)
+    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    plane = gl.program_id(2) * gl.num_programs(1) * gl.num_programs(0) + tile
+    partial_ptr += plane.to(gl.int64) * (BLOCK_N * BLOCK_M)
+    _store(acc, y_ptr, partial_ptr, first_n, 0, first_m, M, N, SPLIT_K)
+    if PARTS == 2:
+        _store(second_acc, y_ptr, partial_ptr, first_n, PART, first_m, M, N, SPLIT_K)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -300,6 +364,9 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
         CT=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
         PDL=True,
+        FENCE=launch.fence,
+        DEPTH=launch.depth,
+        ORDER=launch.order,
         num_warps=launch.num_warps,
         launch_pdl=True,
     )

@@ -10,7 +10,7 @@ OP = "awq_hopper"
 # Fewer rows keep the order of sums that `awq_gemm` promises for them.
 MIN_ROWS = 65
 # More rows are widened once and multiplied by the library.
-_MAX_ROWS = 1024
+_MAX_ROWS = 256
 # What a launch takes beside its steps, in steps of 256 x 128 x 128: filling the pipeline and
 # writing the product; and for partials, a launch of its own and each of their planes.
 _START, _PARTIALS, _PLANE = 3.0, 2.0, 0.5
@@ -26,6 +26,9 @@ class HopperLaunch:
     num_warps: int = 8
     num_stages: int = 4
     x_parts: int = 2  # allocations that hold a block of x
+    fence: bool = False
+    depth: int = 1
+    order: int = 1
 
     def grid(self, m: int, n_padded: int) -> tuple[int, int, int]:
         """Programs: tiles of rows, which share weights, then tiles of outputs, then splits."""
@@ -44,9 +47,7 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
     if chip.sm != 90 or n <= 128 or k % BLOCK_K or not MIN_ROWS <= m <= _MAX_ROWS:
         return None
     tuned = tuned_table(chip, OP).get(f"n{n}-k{k}-m{1 << (m - 1).bit_length()}")
-    if tuned is None:
-        return None
-    if tuned:
+    if tuned is not None:
         return HopperLaunch(**tuned)
     tiles_m, tiles_n, _ = HopperLaunch().grid(m, n)
     return HopperLaunch(split_k=_choose_split(tiles_m * tiles_n, k // BLOCK_K, chip.num_sms))

@@ -18,10 +18,8 @@ __all__ = [
     "bucket_of",
     "choose_split",
     "choose_tile",
-    "piece_rows",
     "prefetch_rows",
     "split_range",
-    "store_wide_sum",
     "sum_partials",
     "workspace",
 ]
@@ -98,60 +96,6 @@ def sum_partials(
                 acc += _load_sum(base, i, stride, PAIRS)
             tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
     return acc, is_last
-
-
-@triton.jit
-def store_wide_sum(
-    acc, y_ptr, partial_ptr, counter_ptr, M, N,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, PIECE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """y[m, n] = the sum of a tile's partials acc [BLOCK_N, BLOCK_M], for tiles that fill the
-    registers: the last program adds PIECE rows of y at a time. Same grid as `sum_partials`.
-
-    partial is fp32 [SPLIT_K, tiles, BLOCK_M, BLOCK_N].
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    first_n = tl.program_id(0) * BLOCK_N
-    first_m = tl.program_id(2) * BLOCK_M
-    n = tl.arange(0, BLOCK_N)
-    m = tl.arange(0, BLOCK_M)
-    y_ptr += first_m.to(tl.int64) * N + first_n
-    if SPLIT_K == 1:
-        mask = (first_m + m < M)[None, :] & (first_n + n < N)[:, None]
-        out = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
-        tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=mask)
-    else:
-        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        num_tiles = tl.num_programs(0) * tl.num_programs(2)
-        partial_ptr += tile.to(tl.int64) * (BLOCK_N * BLOCK_M)
-        stride = num_tiles.to(tl.int64) * (BLOCK_N * BLOCK_M)
-        own = partial_ptr + tl.program_id(1) * stride
-        tl.store(own + m[None, :] * BLOCK_N + n[:, None], acc, mask=(first_m + m < M)[None, :])
-        # All warps' partials must be written before the counter says so.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel")
-        if arrived == SPLIT_K - 1:
-            for row in tl.range(0, tl.minimum(M - first_m, BLOCK_M), PIECE):
-                r = row + tl.arange(0, PIECE)
-                inside = (first_m + r < M)[:, None]
-                base = partial_ptr + r[:, None] * BLOCK_N + n[None, :]
-                # .cg: another SM's partials are read from L2, never from this SM's stale L1.
-                total = tl.load(base, mask=inside, other=0.0, cache_modifier=".cg")
-                for i in tl.static_range(1, SPLIT_K):
-                    part = base + i * stride
-                    total += tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
-                out = y_ptr + r[:, None].to(tl.int64) * N + n[None, :]
-                mask = inside & (first_n + n < N)[None, :]
-                tl.store(out, total.to(y_ptr.dtype.element_ty), mask=mask)
-            tl.atomic_xchg(counter_ptr + tile, 0, sem="relaxed")
-
-
-def piece_rows(tile: Tile) -> int:
-    """Rows of y that `store_wide_sum` adds at a time: 64 registers a thread hold their partials."""
-    rows = 64 * 32 * tile.num_warps // (tile.block_n * tile.split_k)
-    return max(8, min(tile.block_m, 1 << max(0, rows.bit_length() - 1)))
 
 
 def workspace(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multilora_cli.sizing.allocator import ENDS, Allocator, Block
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
+from multilora_kernels import hopper_choice
 from multilora_kernels.chip import Chip, tuned_table
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.split_choice import Tile, bucket_of, choose_tile
@@ -22,7 +23,6 @@ _SLICE_BYTES = 64 * 2**20  # of W, widened at a time (multilora_kernels.slices)
 # Rows up to which a multiply splits K, where nothing was tuned, and the least rows of its tiles.
 _SPLIT_ROWS = {"fp8_gemm": 64, "awq_gemm": 128, "fp8_weight_only": 128}
 _LEAST_ROWS = {"fp8_gemm": 16, "awq_gemm": 8, "fp8_weight_only": 8}
-_WIDE_ROWS = 65  # fewer keep to one order of sums, and to awq_gemm's own kernel
 _LAYERS = 3  # after which every further one finds the room of the one before
 
 
@@ -160,10 +160,9 @@ class StepMemory(Allocator):
             if tokens > int(rows.get("max_rows", 0)):
                 return None
             return _parts(int(rows.get("split_k", 1)), tokens, n)
-        bucket = 1 << (tokens - 1).bit_length()
-        wide = tuned_table(self._of.chip, "awq_wide").get(f"{shape}-m{bucket}")
-        if kernel == "awq_gemm" and wide and tokens >= int(wide.get("min_rows", _WIDE_ROWS)):
-            return _parts(int(wide.get("split_k", 1)), tokens, n)
+        hopper = hopper_choice.choose_launch(tokens, n, k, self._of.chip)
+        if kernel == "awq_gemm" and hopper is not None:
+            return hopper.partial_bytes(tokens, n)
         best = tuned_table(self._of.chip, kernel).get(shape, {})
         if tokens > int(best.get("max_split", best.get("max_fused", _SPLIT_ROWS[kernel]))):
             return None

@@ -90,8 +90,9 @@ def test_captured_steps(
                     decodes._run(count, with_adapters=kind != BASE_KIND)
             kept = trace.memory.kept
             for step in reversed(chunks._steps):
-                segments.prepare_capture(table, step.num_tokens, 16)
-                chunks._run(step, with_adapters=True)
+                for kind in steps.kinds:
+                    segments.prepare_capture(table, step.num_tokens, kind.rank, groups=kind.groups)
+                    chunks._run(step, with_adapters=kind != BASE_KIND)
     scratch = StepScratch(llama, 2, STORAGES[storage], chip)
     in_order = steps.in_order()
     assert scratch.captured(in_order[: len(steps.kinds) * len(rows)]) == pytest.approx(

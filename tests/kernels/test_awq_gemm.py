@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from multilora_kernels import awq_gemm as op
+from multilora_kernels import hopper_choice
 from multilora_kernels.awq_gemm import (
     AwqWeight,
     awq_gemm,
@@ -13,7 +14,6 @@ from multilora_kernels.awq_gemm import (
 )
 from multilora_kernels.awq_hopper import HopperLaunch, run_hopper, sum_planes
 from multilora_kernels.awq_pack import pack
-from multilora_kernels.awq_wide import WideLaunch, run_wide
 from multilora_kernels.int4_matrix import Int4Matrix
 from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
 from multilora_kernels.split_k import Tile, bucket_of, choose_split
@@ -89,34 +89,6 @@ def test_a_nan_row_stays_alone() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
-    ("n", "k", "group", "m"),
-    [(64, 128, 128, 1), (96, 384, 64, 19), (130, 192, 32, 17), (200, 640, -1, 33)],
-)
-@pytest.mark.parametrize(("quarters", "split_k"), [(1, 3), (2, 1), (4, 2)])
-def test_wide_kernel_matches_reference(
-    n: int, k: int, group: int, m: int, quarters: int, split_k: int
-) -> None:
-    weight = random_weight(n, k, group)
-    x = random_x(m, k, torch.float16)
-    tile = Tile(block_n=128, block_m=32, split_k=split_k)
-    y = run_wide(x, weight, WideLaunch(tile, quarters))
-    assert relative_error(y, awq_gemm_ref(x.double(), weight)) < 1e-3
-    assert not weight.counters.any()
-
-
-@pytest.mark.interpreter
-def test_a_nan_row_stays_alone_in_the_wide_kernel() -> None:
-    weight = random_weight(64, 256, 64)
-    x = random_x(19, 256, torch.float16)
-    launch = WideLaunch(Tile(block_n=64, block_m=16, split_k=2), quarters=2)
-    clean = run_wide(x, weight, launch)
-    x[18] = float("nan")  # the row that stands in for those past the end
-    poisoned = run_wide(x, weight, launch)
-    assert bool(poisoned[18].isnan().all()) and torch.equal(poisoned[:18], clean[:18])
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(
     ("m", "n", "n_padded", "launch"),
     [
         (130, 600, 640, HopperLaunch(256, 128, 3)),
@@ -177,19 +149,29 @@ def test_large_batches_dequantise_bounded_slices() -> None:
 
 
 def test_large_batches_take_what_was_measured_fastest() -> None:
-    def way(m: int, n: int, k: int, chip: Chip = H200) -> str:
-        launch = choose_launch(m, n, k, chip)
-        return "fused" if launch.tile else "wide" if launch.wide else "sliced"
+    def way(m: int, n: int, k: int, chip: Chip = H200, aligned: bool = True) -> str:
+        launch = choose_launch(m, n, k, chip, aligned)
+        return "fused" if launch.tile else "hopper" if launch.hopper else "sliced"
 
-    ways = [way(m, 28672, 4096) for m in (64, 65, 128, 129, 192, 193, 256, 257)]
-    assert ways == ["fused", "wide", "wide", "fused", "fused", "wide", "wide", "sliced"]
-    assert [way(m, 4096, 14336) for m in (128, 129, 256, 257)] == [
-        "fused",
-        "wide",
-        "wide",
-        "sliced",
-    ]
-    assert way(256, 6144, 4096) == "sliced" and way(256, 28672, 4096, RTX_4090) == "sliced"
+    for n, k in (*SHAPES_8B, (256, 576), (130, 128)):
+        ways = [way(m, n, k) for m in (64, 65, 128, 256)]
+        expected = "fused" if k % 128 else "hopper"
+        assert ways[:3] == ["fused", expected, expected]
+    assert [way(m, 28672, 4096) for m in (256, 257)] == ["hopper", "sliced"]
+    assert way(256, 28672, 4096, aligned=False) != "hopper"
+    assert way(256, 28672, 4096, RTX_4090) == "sliced" and way(65, 128, 4096) == "fused"
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES_8B)
+def test_a_hopper_launch_gives_every_multiprocessor_work_once(n: int, k: int) -> None:
+    for m in (65, 128, 256):
+        launch = hopper_choice.choose_launch(m, n, k, H200)
+        assert launch is not None
+        rows, outputs, split = launch.grid(m, n)
+        programs = rows * outputs * split
+        turns = -(-programs // H200.num_sms)
+        assert programs >= 0.7 * turns * H200.num_sms
+        assert split == 1 or turns == 1
 
 
 def test_split_fills_the_multiprocessors() -> None:
@@ -240,44 +222,12 @@ def test_device_rows_are_independent_of_the_batch(n: int, k: int, group: int) ->
     assert torch.equal(poisoned[keep], whole[keep]) and bool(poisoned[3].isnan().all())
 
 
-WIDE = (
-    WideLaunch(Tile(block_n=256, block_m=128, num_warps=8, num_stages=4, pdl=True), 1),
-    WideLaunch(Tile(block_n=256, block_m=128, num_warps=8, num_stages=4, pdl=True), 4),
-    WideLaunch(Tile(block_n=128, block_m=128, num_warps=8, num_stages=3, split_k=2), 2, 128),
-    WideLaunch(Tile(block_n=64, block_m=128, num_warps=4, num_stages=3, split_k=2, pdl=True), 4),
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("launch", WIDE, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("n", "k", "group"), [(6144, 4096, 128), (576, 576, 64), (200, 352, 32), (4096, 14336, 128)]
-)
-def test_device_wide_kernel(
-    n: int, k: int, group: int, dtype: torch.dtype, launch: WideLaunch
-) -> None:
-    weight = random_weight(n, k, group, "cuda")
-    limit = 4e-3 if dtype == torch.bfloat16 else 6e-4
-    for m in (65, 128, 300):
-        x = random_x(m, k, dtype, "cuda")
-        y = run_wide(x, weight, launch)
-        assert relative_error(y, awq_gemm_ref(x.double(), weight)) < limit, f"M={m}"
-        assert torch.equal(y, run_wide(x, weight, launch)), f"M={m}"
-        x[m - 1] = float("nan")
-        poisoned = run_wide(x, weight, launch)
-        assert torch.equal(poisoned[:-1], y[:-1]) and bool(poisoned[-1].isnan().all())
-    # Rows of the identity bring out the weights: dequantised ones, rounded once.
-    unit = torch.eye(k, dtype=dtype, device="cuda")[: min(k, 300)]
-    expected = dequantise(weight, dtype)[:, : len(unit)].t()
-    assert torch.equal(run_wide(unit, weight, launch), expected)
-    assert not weight.counters.any()
-
-
 HOPPER = (
     HopperLaunch(),
     HopperLaunch(split_k=3, x_parts=4),
     HopperLaunch(split_k=8),
+    HopperLaunch(depth=2),
+    HopperLaunch(block_n=128, block_m=64, num_warps=4, split_k=2),
     HopperLaunch(block_m=64, split_k=2, num_stages=5),
     HopperLaunch(block_n=128, num_stages=5),
     HopperLaunch(block_n=128, block_m=256, num_stages=3),
@@ -318,7 +268,7 @@ def test_device_hopper_kernel(
 @pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), SHAPES_8B)
 def test_device_large_batches(n: int, k: int) -> None:
-    """What the tuned table sends to the wide kernel, beside what it leaves to the library."""
+    """What is chosen by rows and shape, the library's part too."""
     weight = random_weight(n, k, 128, "cuda")
     for m in (65, 128, 200, 256, 512):
         x = random_x(m, k, torch.bfloat16, "cuda")

@@ -11,7 +11,6 @@ import triton.language as tl
 from multilora_kernels import (
     awq_gemm,
     awq_hopper,
-    awq_wide,
     bf16_gemv,
     bf16_rows,
     fp8_gemm,
@@ -19,7 +18,7 @@ from multilora_kernels import (
     fp8_weight_only,
 )
 from multilora_kernels.launch import Chip
-from multilora_kernels.split_k import Tile, piece_rows
+from multilora_kernels.split_k import Tile
 from tests.kernels.aot import (
     ARCHITECTURES,
     assert_fits,
@@ -79,57 +78,15 @@ def test_awq_gemm(sm: int, m: int, groups: int, even: bool) -> None:
     check(awq_gemm.awq_gemm_kernel, signature, values, sm, tile)
 
 
-WIDE_SIGNATURE = {
+HOPPER_SIGNATURE = {
     "x_ptr": "*bf16",
     "words_ptr": "*i16",
     "meta_ptr": "*i32",
     "y_ptr": "*bf16",
     "partial_ptr": "*fp32",
-    "counter_ptr": "*i32",
     "M": "i32",
     **dict.fromkeys(("N", "K", "N_padded", "stride_xm"), "i32:16"),
 }
-
-
-def wide_constexprs(tile: Tile, quarters: int, groups: int = 1) -> dict[str, Any]:
-    return {
-        "BLOCK_N": tile.block_n,
-        "BLOCK_M": tile.block_m,
-        "SPLIT_K": tile.split_k,
-        "GROUPS": groups,
-        "EVEN_K": groups == 1,
-        "STAGES": tile.num_stages,
-        "SCALE": tl.float16,
-        "CT": tl.bfloat16,
-        "QUARTERS": quarters,
-        "PIECE": piece_rows(tile),
-        "PDL": tile.pdl,
-    }
-
-
-@pytest.mark.parametrize("sm", ARCHITECTURES)
-def test_awq_wide(sm: int) -> None:
-    tile = Tile(block_n=64, block_m=64, split_k=2, num_stages=2, pdl=sm >= 90)
-    constexprs = wide_constexprs(tile, 2, groups=4)
-    assert_fits(awq_wide.awq_wide_kernel, WIDE_SIGNATURE, constexprs, sm, 4, 2)
-
-
-@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336)])
-def test_awq_wide_keeps_its_sums_in_registers(n: int, k: int, tmp_path: Path) -> None:
-    launch = awq_wide.choose_launch(256, n, k, CHIPS[90])
-    assert launch is not None
-    constexprs = wide_constexprs(launch.tile, launch.quarters)
-    warps, stages = launch.tile.num_warps, launch.tile.num_stages
-    extra = {"maxnreg": launch.max_registers} if launch.max_registers else {}
-    kernel = awq_wide.awq_wide_kernel
-    compiled = compiled_for(kernel, WIDE_SIGNATURE, constexprs, 90, warps, stages, **extra)
-    assert registers_and_spills(compiled, tmp_path)[1] == 0
-    assert int(compiled.metadata.shared) <= CHIPS[90].shared_bytes
-    assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert_waits_first(kernel, WIDE_SIGNATURE, constexprs, warps, stages)
-
-
-HOPPER_SIGNATURE = {name: kind for name, kind in WIDE_SIGNATURE.items() if name != "counter_ptr"}
 
 
 @pytest.mark.parametrize(
@@ -151,6 +108,9 @@ def test_awq_hopper_widens_beside_its_multiplies(
         "GROUPS": groups,
         "STAGES": launch.num_stages,
         "X_PARTS": launch.x_parts,
+        "FENCE": launch.fence,
+        "DEPTH": launch.depth,
+        "ORDER": launch.order,
         "SCALE": tl.float16,
         "CT": tl.bfloat16 if x == "bf16" else tl.float16,
         "PDL": True,
@@ -166,7 +126,7 @@ def test_awq_hopper_widens_beside_its_multiplies(
     code = machine_code(compiled, tmp_path)
     quarter = launch.block_n // 64 * 2 // (launch.num_warps // 4)
     assert code.count("HGMMA.") == 4 * quarter
-    assert code.count("WARPGROUP.DEPBAR") == 5
+    assert code.count("WARPGROUP.DEPBAR") == 1 + 4 * quarter // 2
     # And widening does happen between the instructions of a multiply.
     between = re.findall(r"HGMMA\.(.*?)(?=HGMMA\.)", code, re.DOTALL)
     assert sum("HFMA2" in part for part in between) >= 3

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 
 from multilora_kernels import awq_gemm as awq
-from multilora_kernels import awq_wide, bf16_rows
+from multilora_kernels import awq_hopper, bf16_rows, hopper_choice
 from multilora_kernels import fp8_gemm as fp8
 from multilora_kernels import fp8_weight_only as wide
 from multilora_kernels.awq_gemm import AwqWeight
@@ -52,15 +52,8 @@ _GEMV: Sequence[Mapping[str, Any]] = tuple(
     for unroll in (2, 4)
     for warps in (2, 4, 8)
 )
-_BESIDE_TILE = ("quarters", "max_registers")
-# (quarters, block_n, block_m, warps, stages, registers): what fits an H200 without spilling.
-_WIDE = (
-    *((quarters, 256, 128, 8, 4, 0) for quarters in (1, 2, 4)),
-    *((quarters, 128, 128, 4, 3, 0) for quarters in (1, 2, 4)),
-    *((quarters, 128, 128, 8, 3, 128) for quarters in (1, 2)),
-    *((quarters, 128, 256, 8, 3, 0) for quarters in (2, 4)),
-    *((quarters, 64, 128, 4, 3, 0) for quarters in (1, 2, 4)),
-)
+# (block_n, block_m, warps, stages): what fits an H200 without spilling.
+_HOPPER = ((256, 128, 8, 4), (128, 128, 8, 5), (256, 64, 8, 5), (128, 256, 8, 3))
 _ROWS: Sequence[Mapping[str, Any]] = tuple(
     {"block_n": n, "block_k": k, "num_warps": warps, "num_stages": stages, "split_k": split}
     for n, k, warps, stages in ((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3))
@@ -162,20 +155,20 @@ def _awq_case(multiply: Multiply) -> Case:
     )
 
 
-def _wide_choices(multiply: Multiply) -> list[dict[str, Any]]:
-    """Tiles of `awq_wide` with splits of K that give every multiprocessor work."""
-    names = ("quarters", "block_n", "block_m", "num_warps", "num_stages", "max_registers")
+def _hopper_choices(multiply: Multiply) -> list[dict[str, int]]:
+    """Tiles of `awq_hopper`, with splits of K that give every multiprocessor work."""
     found = []
-    for form in _WIDE:
-        tiles = cdiv(multiply.n, form[1]) * cdiv(multiply.m, form[2])
-        for split in (1, 2, 3, 4):
-            if split == 1 or (tiles * split <= 400 and multiply.k // BLOCK_K // split >= 8):
-                found.append({**dict(zip(names, form, strict=True)), "split_k": split})
+    for block_n, block_m, warps, stages in _HOPPER:
+        tiles = cdiv(multiply.n, block_n) * cdiv(multiply.m, block_m)
+        form = {"block_n": block_n, "block_m": block_m, "num_warps": warps, "num_stages": stages}
+        for split in range(1, 9):
+            if split == 1 or (tiles * split <= 160 and multiply.k // BLOCK_K // split >= 4):
+                found.append({**form, "split_k": split})
     return found
 
 
-def _wide_case(multiply: Multiply) -> Case:
-    """The search of `awq_wide`'s tiles; "ours" is what awq_gemm chooses, which may be another."""
+def _hopper_case(multiply: Multiply) -> Case:
+    """The search of `awq_hopper`'s tiles; "ours" is what awq_gemm chooses, which may be another."""
     n, k, m = multiply.n, multiply.k, multiply.m
     weight_bytes = n * k / 2 + n * k / GROUP * 4
 
@@ -192,21 +185,19 @@ def _wide_case(multiply: Multiply) -> Case:
         }
 
         def with_choice(choice: Mapping[str, Any]) -> Run:
-            tile = Tile(**{key: v for key, v in choice.items() if key not in _BESIDE_TILE})
-            tile = replace(tile, pdl=_chip(device).has_pdl)
-            chosen = awq_wide.WideLaunch(tile, choice["quarters"], choice["max_registers"])
-            return lambda i: awq_wide.run_wide(x[i], weights[i], chosen)
+            chosen = hopper_choice.HopperLaunch(**choice)
+            return lambda i: awq_hopper.run_hopper(x[i], weights[i], chosen)
 
         return Built(count, variants, with_choice)
 
     return Case(
-        op=awq_wide.OP,
+        op=hopper_choice.OP,
         shape={"proj": multiply.name, "M": m, "N": n, "K": k},
         bytes=multiply.bytes(weight_bytes),
         build=build,
         flops=2.0 * m * n * k,
         tune_key=f"n{n}-k{k}-m{next_power_of_2(m)}",
-        choices=_wide_choices(multiply),
+        choices=_hopper_choices(multiply),
     )
 
 
@@ -393,7 +384,7 @@ def cases() -> list[Case]:
         *_grid(ROWS, lambda multiply: _fp8_case(multiply, blockwise=False)),
         *_grid((1, 16, 64, 256, 2048), lambda multiply: _fp8_case(multiply, blockwise=True)),
         *_grid((1, 16, 64, 2048), _weight_only_case),
-        *_grid((128, 256, 512, 1024), _wide_case),
+        *_grid((96, 128, 192, 256, 512, 1024, 2048), _hopper_case),
         *_grid((1, 2, 4), _gemv_case),
         *_grid((2, 8, 16, 32, 64), _rows_case),
         *(_norm_case(m, 4096) for m in (1, 16, 64, 2048)),
