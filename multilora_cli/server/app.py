@@ -1,25 +1,18 @@
 """The routes and what they do. Each has a policy; `create_app` refuses to build one without."""
 
-import asyncio
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from multilora_cli import __version__
 from multilora_cli.adapters.entry import AdapterEntry
-from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import AdapterRef
 from multilora_cli.errors import RequestError
-from multilora_cli.server.access import LiveAccess, Secrets
-from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.auth import Policy
 from multilora_cli.server.bodies import (
     ChatBody,
@@ -28,28 +21,22 @@ from multilora_cli.server.bodies import (
     EvictBody,
     FleetBody,
     LoadBody,
+    SageMakerLoad,
     TokenizeBody,
     UnloadBody,
     WarmBody,
 )
-from multilora_cli.server.changes import RuntimeChanges
-from multilora_cli.server.client import EngineClient
-from multilora_cli.server.config import ServerConfig
-from multilora_cli.server.contract import unavailable
 from multilora_cli.server.docs import docs_page, openapi_document
-from multilora_cli.server.fleet_apply import FleetApply
+from multilora_cli.server.front import Front
 from multilora_cli.server.guard import Guard
-from multilora_cli.server.metrics import CONTENT_TYPE, Metrics
+from multilora_cli.server.metrics import CONTENT_TYPE
 from multilora_cli.server.prepare import Admitted, Texts, check_stream_options
 from multilora_cli.server.protocol import (
     check_ids,
     model_not_found,
-    parse_body,
     select_adapter,
     split_model,
 )
-from multilora_cli.server.quota import Quotas
-from multilora_cli.server.recorder import TraceRecorder
 from multilora_cli.server.routing import (
     RouteSpec,
     add_routes,
@@ -57,149 +44,10 @@ from multilora_cli.server.routing import (
     check_policies,
     error_response,
     json_response,
-    read_body,
 )
-from multilora_cli.server.run import Job, Run
-from multilora_cli.server.scrape import EngineView
-from multilora_cli.server.sse import EventStream, whole_reply
-from multilora_cli.server.texts import AdapterTexts
-from multilora_cli.server.upkeep import Upkeep
+from multilora_cli.server.run import Job
 
-_INLINE_BYTES = 64 * 2**10  # smaller bodies are parsed on the event loop
-Body = TypeVar("Body", bound=msgspec.Struct)
 Asked = TypeVar("Asked", ChatBody, CompletionBody)
-Result = TypeVar("Result")
-
-
-class Front:
-    """Everything the routes share."""
-
-    def __init__(
-        self,
-        config: ServerConfig,
-        registry: Registry,
-        client: EngineClient,
-        changes: RuntimeChanges | None = None,
-        secrets: Secrets | None = None,
-    ) -> None:
-        self.config = config
-        self.client = client
-        self.texts = AdapterTexts(config)
-        self.metrics = Metrics(config.base_name, config.limits.named_adapters)
-        self.traffic = self.metrics.traffic
-        self.quotas = Quotas(
-            config.limits.max_sequences,
-            len(config.tenants),
-            num_shown=config.limits.named_tenants,
-        )
-        self.pool = ThreadPoolExecutor(config.limits.text_threads, thread_name_prefix="text")
-        self.adapters = Adapters(registry, client, config, changes)
-        self.access = LiveAccess(config, secrets)
-        self.access.on_change.append(lambda access: self.quotas.regroup(access.tenants))
-        self.fleet = FleetApply(self.adapters, self.access)
-        self.adapters.on_unload.append(self.traffic.adapters.forget)
-        self.adapters.on_retired.append(self._retire_texts)
-        self.recorder = None if config.record is None else TraceRecorder(config.record)
-        if self.recorder is not None:
-            self.traffic.on_ended.append(self.recorder.ended)
-        self.created = int(time.time())
-        self._large_bodies = 0
-        client.on_ready.append(lambda _: self.adapters.background(self.adapters.load_pinned()))
-
-    def start(self) -> None:
-        """Begin the upkeep of adapters, from the running event loop."""
-        self.adapters.background(Upkeep(self.adapters).run())
-
-    def close(self) -> None:
-        """Nothing is served any more."""
-        self.adapters.close()
-        self.adapters.changes.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        if self.recorder is not None:
-            self.recorder.close()
-
-    def _retire_texts(self) -> None:
-        """What only versions that are served no more have used goes."""
-        if self.texts.num_kept:
-            entries = self.adapters.registry.entries()
-            self.texts.keep_only({entry.text for entry in entries if entry.text is not None})
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of prompt and answer; known once the engine serves. Raises RequestError."""
-        if self.client.ready is None:
-            self.client.check_admission()
-            return 0
-        return self.client.ready.max_model_len
-
-    @contextmanager
-    def room_for(self, request: Request) -> Iterator[None]:
-        """Bounds what large bodies hold together, while they are read and tokenized."""
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and len(length) < 10 and int(length) <= _INLINE_BYTES:
-            yield
-            return
-        if self._large_bodies >= self.config.limits.max_large_bodies:
-            raise unavailable("server_is_overloaded", "too many large requests at once", 1)
-        self._large_bodies += 1
-        try:
-            yield
-        finally:
-            self._large_bodies -= 1
-
-    async def parse(self, request: Request, kind: type[Body], max_bytes: int | None = None) -> Body:
-        """The checked body of a request."""
-        limits = self.config.limits
-        raw = await read_body(request, limits, max_bytes or limits.max_body_bytes)
-        if len(raw) <= _INLINE_BYTES:
-            return parse_body(raw, kind)
-        return await self.in_thread(lambda: parse_body(raw, kind))
-
-    async def read(self, request: Request, kind: type[Body], max_bytes: int | None = None) -> Body:
-        """`parse` for a body that nothing large is made of."""
-        with self.room_for(request):
-            return await self.parse(request, kind, max_bytes)
-
-    async def in_thread(self, function: Callable[[], Result]) -> Result:
-        """Run text work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
-
-    async def texts_of(self, entry: AdapterEntry | None) -> Texts:
-        """The text of a version; loaded where files are read, so that tokenizing goes on."""
-        kept = self.texts.kept(entry)
-        return await self.adapters.in_thread(self.texts.of, entry) if kept is None else kept
-
-    async def answer(self, request: Request, job: Job, *, stream: bool) -> Response:
-        """Admit a job and answer it, streamed or whole."""
-        limits = self.config.limits
-        sequences = len(job.submits) * job.n
-        held = self.quotas.take(caller_of(request).grant, job.prompt_tokens, sequences)
-        run = Run(job, self.metrics, held)
-        handed_on = False
-        try:
-            run.admit(self.client, request.receive, limits.request_s)
-            first = await run.next()  # a failure before the first token is still an HTTP status
-            if stream:
-                handed_on = True
-                return EventStream(run, first, limits.write_stall_s)
-            return json_response(await whole_reply(run, first), run.headers)
-        finally:
-            if not handed_on:
-                run.close()
-
-    def view(self) -> EngineView:
-        """What a scrape shows of the engine."""
-        return EngineView(
-            base_name=self.config.base_name,
-            max_loras=self.config.max_loras,
-            snapshot=self.client.snapshot,
-            entries=self.adapters.by_digest(),
-            statuses=self.client.statuses,
-            movements=self.adapters.movements,
-            quotas=self.quotas,
-            up=self.client.state == "ready",
-            restarts=self.client.restarts,
-        )
 
 
 class Routes:
@@ -227,6 +75,11 @@ class Routes:
                       "Register and load an adapter from a local folder.", LoadBody, "text/plain"),
             RouteSpec("POST", "/v1/unload_lora_adapter", self.unload, admin,
                       "Forget an adapter and free what it holds.", UnloadBody, "text/plain"),
+            RouteSpec("POST", "/adapters", self.sagemaker_load, admin,
+                      "The load call as SageMaker's clients make it.", SageMakerLoad,
+                      "text/plain"),
+            RouteSpec("DELETE", "/adapters/{name:path}", self.sagemaker_unload, admin,
+                      "The unload call as they make it.", None, "text/plain"),
             RouteSpec("POST", "/v1/adapters/{name:path}/warm", self.warm, admin,
                       "Bring an adapter to host memory or to the device.", WarmBody),
             RouteSpec("POST", "/v1/adapters/{name:path}/evict", self.evict, admin,
@@ -239,6 +92,8 @@ class Routes:
                       "Text of token ids.", DetokenizeBody),
             RouteSpec("GET", "/health", self.health, public, "Whether the server serves."),
             RouteSpec("GET", "/readyz", self.readyz, public, "Whether requests are admitted."),
+            RouteSpec("GET", "/ping", self.health, public, "The same, for SageMaker."),
+            RouteSpec("GET", "/version", self.version, public, "Of this server."),
             RouteSpec("GET", "/metrics", self.scrape, tenant, "Metrics for Prometheus.",
                       None, "text/plain"),
             RouteSpec("GET", "/openapi.json", self.openapi, public, "This contract."),
@@ -312,7 +167,24 @@ class Routes:
 
     async def unload(self, request: Request) -> Response:
         """POST /v1/unload_lora_adapter"""
-        body = await self._front.read(request, UnloadBody)
+        return await self._unload(await self._front.read(request, UnloadBody))
+
+    async def sagemaker_load(self, request: Request) -> Response:
+        """POST /adapters"""
+        body = await self._front.read(request, SageMakerLoad)
+        load = LoadBody(
+            lora_name=body.name,
+            lora_path=body.src,
+            load_inplace=body.load_inplace,
+            is_3d_lora_weight=body.is_3d_lora_weight,
+        )
+        return PlainTextResponse(await self._front.adapters.load(load))
+
+    async def sagemaker_unload(self, request: Request) -> Response:
+        """DELETE /adapters/{name}"""
+        return await self._unload(UnloadBody(lora_name=str(request.path_params["name"])))
+
+    async def _unload(self, body: UnloadBody) -> Response:
         text, freed = await self._front.adapters.unload(body)
         headers = {}
         if freed is not None:
@@ -379,6 +251,10 @@ class Routes:
         status = "degraded" if client.stalled else client.state
         good = client.state in ("ready", "draining")
         return self._state(status, good)
+
+    async def version(self, _: Request) -> Response:
+        """GET /version"""
+        return json_response({"version": __version__})
 
     async def readyz(self, _: Request) -> Response:
         """GET /readyz"""

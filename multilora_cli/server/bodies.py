@@ -100,6 +100,15 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: Flag = None
     stream: Flag = None
     stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: (
+        Annotated[
+            int,
+            Meta(ge=-1, lt=2**31, description="Keep this many, the last; -1: what fits."),
+        ]
+        | None
+    ) = None
+    return_token_ids: Flag = None
+    return_tokens_as_token_ids: Annotated[bool, Meta(description="Of logprobs.")] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
@@ -122,6 +131,9 @@ class ChatBody(Generate, frozen=True, kw_only=True):
     logprobs: Flag = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: Flag = None
+    continue_final_message: (
+        Annotated[bool, Meta(description="Go on with the last message, not after it.")] | None
+    ) = None
     chat_template_kwargs: (
         Annotated[
             dict[
@@ -229,6 +241,15 @@ class FleetBody(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: Annotated[bool, Meta(description="Say what would change, and change nothing.")] = False
 
 
+class SageMakerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /adapters: the load call as SageMaker's clients make it."""
+
+    name: str | None = None
+    src: Annotated[str, Meta(max_length=4096)] | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /tokenize: a prompt or messages."""
 
@@ -237,6 +258,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: Flag = None
 
 
@@ -250,7 +272,7 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
 # Fields that other clients send and that change nothing here.
 HARMLESS = frozenset(
     {
-        "include_reasoning", "metadata", "parallel_tool_calls", "priority",
+        "include_reasoning", "metadata", "parallel_tool_calls",
         "prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier",
         "service_tier", "spaces_between_special_tokens", "store", "user",
     }
@@ -266,7 +288,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "chat_template_content_format": ("auto", "string"),
-    "continue_final_message": (False,),
     "documents": ([],),
     "early_stopping": (False,),
     "function_call": ("none", "auto"),
@@ -281,16 +302,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "prediction": (),
+    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": (),

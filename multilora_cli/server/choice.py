@@ -34,6 +34,7 @@ class Growth(NamedTuple):
     text: str
     logprobs: list[TokenLogprobs]
     ending: Ending
+    token_ids: Sequence[int] = ()  # those that count; what ended it included
 
 
 @dataclass
@@ -73,12 +74,13 @@ class Choice:
             found = self._text(token_id)
             if isinstance(found, Found):
                 self.ending = Ending("stop", found.stop)
-                return Growth("".join([*parts, found.text]), logprobs, self.ending)
+                text = "".join([*parts, found.text])
+                return Growth(text, logprobs, self.ending, delta.token_ids[: place + 1])
             parts.append(found)
         if delta.finish_reason is not None:
             parts.append(self._matcher.flush())
             self.ending = Ending(delta.finish_reason, stop_reason)
-        return Growth("".join(parts), logprobs, self.ending)
+        return Growth("".join(parts), logprobs, self.ending, delta.token_ids)
 
     def _text(self, token_id: int) -> str | Found:
         text = self._detokenizer.add(token_id)

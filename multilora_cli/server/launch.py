@@ -23,12 +23,13 @@ from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import Progress, Ready
 from multilora_cli.errors import AddressInUse, BadInput
 from multilora_cli.server.access import Secrets
-from multilora_cli.server.app import Front, create_app
+from multilora_cli.server.app import create_app
 from multilora_cli.server.changes import RuntimeChanges
 from multilora_cli.server.client import EngineClient, Spawn
 from multilora_cli.server.config import ServerConfig, ServerLimits
 from multilora_cli.server.connection import protocol_class
 from multilora_cli.server.contract import unavailable
+from multilora_cli.server.front import Front
 from multilora_cli.server.reload import Reload, Reread
 
 _log = logging.getLogger(__name__)

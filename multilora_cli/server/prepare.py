@@ -11,7 +11,12 @@ from multilora_cli.server.auth import Caller
 from multilora_cli.server.bodies import ChatBody, CompletionBody, Generate, Message, TokenizeBody
 from multilora_cli.server.choice import TextRules
 from multilora_cli.server.config import ServerConfig
-from multilora_cli.server.protocol import check_ids, prompts_of, sampling_params
+from multilora_cli.server.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    check_ids,
+    prompts_of,
+    sampling_params,
+)
 from multilora_cli.server.replies import Frame, Kind
 from multilora_cli.server.run import Job
 from multilora_cli.text.chat_template import ChatTemplate
@@ -51,29 +56,35 @@ class Texts:
         if body.messages is None:
             raise _missing("messages")
         length = sum(map(_length, body.messages))
-        self._check_length(length, admitted.max_model_len, "messages")
+        if body.truncate_prompt_tokens is None:
+            self._check_length(length, admitted.max_model_len, "messages")
         ids = self.conversation(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final=body.continue_final_message is True,
             variables=self._variables(body),
             add_special=body.add_special_tokens is True,
         )
-        return self._job(_Request("chat", body, admitted), [ids], None)
+        return self._job(_Request("chat", body, admitted), [_cut(ids, body, admitted)], None)
 
     def completion(self, body: CompletionBody, admitted: Admitted) -> Job:
         """The job of a text completion."""
-        prompts, texts = [], []
+        prompts: list[list[int]] = []
+        texts: list[str] = []
         for prompt in prompts_of(body):
             if isinstance(prompt, str):
-                self._check_length(len(prompt), admitted.max_model_len, "prompt")
+                if body.truncate_prompt_tokens is None:
+                    self._check_length(len(prompt), admitted.max_model_len, "prompt")
                 add_special = body.add_special_tokens is not False
-                prompts.append(self.tokenizer.encode(prompt, add_special=add_special))
+                whole = self.tokenizer.encode(prompt, add_special=add_special)
             else:
                 check_ids(prompt, self.config.vocab_size, "prompt")
-                prompts.append(prompt)
+                whole = prompt
+            ids = _cut(whole, body, admitted)
+            prompts.append(ids)
             if body.echo:
-                text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-                texts.append(text)
+                is_whole_text = isinstance(prompt, str) and ids is whole
+                texts.append(str(prompt) if is_whole_text else self.tokenizer.decode(ids))
         request = _Request("text", body, admitted)
         return self._job(request, prompts, texts if body.echo else None)
 
@@ -89,6 +100,7 @@ class Texts:
         return self.conversation(
             body.messages or (),
             add_generation_prompt=body.add_generation_prompt,
+            continue_final=body.continue_final_message,
             variables={},
             add_special=body.add_special_tokens is True,
         )
@@ -98,6 +110,7 @@ class Texts:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool,
+        continue_final: bool,
         variables: dict[str, Any],
         add_special: bool,
     ) -> list[int]:
@@ -108,9 +121,18 @@ class Texts:
                 code="no_chat_template",
                 param="messages",
             )
+        if continue_final and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message: needs add_generation_prompt to be false",
+                code="conflict",
+                param="continue_final_message",
+            )
         plain = [_plain(message, place) for place, message in enumerate(messages)]
         segments = self.template.render(
-            plain, add_generation_prompt=add_generation_prompt, variables=variables
+            plain,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            variables=variables,
         )
         return self.tokenizer.encode_segments(segments, add_special=add_special)
 
@@ -173,6 +195,8 @@ class Texts:
             echo=echo,
             include_usage=options is not None and options.include_usage is True,
             continuous_usage=options is not None and options.continuous_usage_stats is True,
+            return_ids=body.return_token_ids is True,
+            ids_as_tokens=body.return_tokens_as_token_ids is True,
         )
 
     def _room(self, prompt: Sequence[int], request: "_Request") -> int:
@@ -217,6 +241,25 @@ def check_stream_options(body: Generate) -> None:
     """Stream options without a stream are a mistake."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: needs stream to be true", param="stream_options")
+
+
+def _cut(ids: list[int], body: ChatBody | CompletionBody, admitted: Admitted) -> list[int]:
+    """The last tokens of a prompt, as many as the request wants to keep."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    if keep == 0:
+        raise RequestError(
+            "truncate_prompt_tokens: found 0, expected at least 1, or -1",
+            param="truncate_prompt_tokens",
+        )
+    if keep < 0:
+        answer = body.max_tokens
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            answer = body.max_completion_tokens
+        default = 1 if isinstance(body, ChatBody) else DEFAULT_COMPLETION_TOKENS
+        keep = max(admitted.max_model_len - (default if answer is None else answer), 1)
+    return ids if len(ids) <= keep else ids[-keep:]
 
 
 def _plain(message: Message, place: int) -> dict[str, Any]:

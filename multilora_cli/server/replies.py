@@ -110,31 +110,37 @@ def chat_role(index: int) -> dict[str, Any]:
 
 
 def chat_logprobs(
-    logprobs: Sequence[TokenLogprobs], pieces: PieceTable, num_top: int
+    logprobs: Sequence[TokenLogprobs], pieces: PieceTable, num_top: int, *, as_ids: bool = False
 ) -> dict[str, Any]:
     """The logprobs object of chat: chosen tokens, each with its best alternatives."""
+
+    def shown(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": id_label(token_id) if as_ids else pieces.label(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": list(pieces.piece(token_id, skip_special=False)),
+        }
+
     content = []
     for entry in logprobs:
         tops = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-        top = [_chat_token(token_id, logprob, pieces) for token_id, logprob in tops]
-        content.append(_chat_token(entry.token_id, entry.logprob, pieces) | {"top_logprobs": top})
+        top = [shown(token_id, logprob) for token_id, logprob in tops]
+        content.append(shown(entry.token_id, entry.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
-def _chat_token(token_id: int, logprob: float, pieces: PieceTable) -> dict[str, Any]:
-    return {
-        "token": pieces.label(token_id),
-        "logprob": max(logprob, MIN_LOGPROB),
-        "bytes": list(pieces.piece(token_id, skip_special=False)),
-    }
+def id_label(token_id: int) -> str:
+    """A token's id in place of its text, which several tokens may share."""
+    return f"token_id:{token_id}"
 
 
 class TextLogprobs:
     """The logprobs object of text completions, with offsets that go on over the chunks."""
 
-    def __init__(self, pieces: PieceTable, num_top: int) -> None:
+    def __init__(self, pieces: PieceTable, num_top: int, *, as_ids: bool = False) -> None:
         self._pieces = pieces
         self._num_top = num_top
+        self._label = id_label if as_ids else pieces.label
         self._offset = 0
 
     def take(
@@ -146,16 +152,15 @@ class TextLogprobs:
         }  # fmt: skip
         for place, entry in enumerate(logprobs):
             token_id = token_ids[place] if entry is None else entry.token_id
-            label = self._pieces.label(token_id)
             columns["text_offset"].append(self._offset)
-            columns["tokens"].append(label)
+            columns["tokens"].append(self._label(token_id))
             columns["token_logprobs"].append(entry and max(entry.logprob, MIN_LOGPROB))
             columns["top_logprobs"].append(entry and self._top(entry))
-            self._offset += len(label)
+            self._offset += len(self._pieces.label(token_id))
         return columns
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         tops = zip(entry.top_ids[: self._num_top], entry.top_logprobs[: self._num_top], strict=True)
-        found = {self._pieces.label(i): max(logprob, MIN_LOGPROB) for i, logprob in tops}
-        found[self._pieces.label(entry.token_id)] = max(entry.logprob, MIN_LOGPROB)
+        found = {self._label(i): max(logprob, MIN_LOGPROB) for i, logprob in tops}
+        found[self._label(entry.token_id)] = max(entry.logprob, MIN_LOGPROB)
         return found

@@ -33,6 +33,8 @@ class Job:
     echo: list[str] | None = None  # text of each prompt, sent before its answer
     include_usage: bool = False
     continuous_usage: bool = False
+    return_ids: bool = False  # token ids of prompts and answers beside their text
+    ids_as_tokens: bool = False  # of logprobs: `token_id:N` for their text
 
     @property
     def n(self) -> int:

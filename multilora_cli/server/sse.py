@@ -53,7 +53,8 @@ class Columns:
         self._job = run.job
         self._pieces = run.tokenizer.pieces
         num_top = run.job.num_top or 0
-        self._texts = [TextLogprobs(self._pieces, num_top) for _ in run.choices]
+        as_ids = run.job.ids_as_tokens
+        self._texts = [TextLogprobs(self._pieces, num_top, as_ids=as_ids) for _ in run.choices]
 
     def echo(self, index: int) -> str:
         """The prompt's text where the request wants it before the answer."""
@@ -69,7 +70,9 @@ class Columns:
             return None
         if self._job.frame.kind == "chat":
             known = [entry for entry in entries if entry is not None]
-            return chat_logprobs(known, self._pieces, self._job.num_top)
+            return chat_logprobs(
+                known, self._pieces, self._job.num_top, as_ids=self._job.ids_as_tokens
+            )
         prompt = self._job.submits[index // self._job.n].prompt
         return self._texts[index].take(entries, prompt)
 
@@ -104,7 +107,8 @@ class Chunks:
             told = growth.text or step.delta.token_ids
             return around[0] + _encode(growth.text) + around[1] if told else b""
         events = b"".join(map(event, self._chunks(step)))
-        if self._job.num_top is None and not self._job.continuous_usage:
+        job = self._job
+        if job.num_top is None and not job.continuous_usage and not job.return_ids:
             chunk = self._chunk(self._make(index, _MARK, None, Ending()))
             head, _, tail = event(chunk).rpartition(_encode(_MARK))
             self._plain[index] = head, tail
@@ -124,7 +128,16 @@ class Chunks:
         ended = step.growth.ending.finish_reason is not None
         if text or ended or entries or step.delta.token_ids:
             logprobs = self._columns.take(index, entries) if entries else None
-            yield self._chunk(self._make(index, text, logprobs, step.growth.ending))
+            choice = self._make(index, text, logprobs, step.growth.ending)
+            yield self._chunk(choice | self._ids(step, first))
+
+    def _ids(self, step: Step, first: bool) -> dict[str, Any]:
+        """vLLM's fields: the answer's new token ids and, once, the prompt's."""
+        if not self._job.return_ids:
+            return {}
+        prompt = self._job.submits[step.choice.index // self._job.n].prompt
+        ids = {"prompt_token_ids": prompt} if first else {}
+        return {"token_ids": list(step.growth.token_ids), **ids}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._job.frame.chunk([choice])
@@ -140,12 +153,14 @@ async def whole_reply(run: Run, first: list[Step]) -> dict[str, Any]:
     job, columns = run.job, Columns(run)
     texts: list[list[str]] = [[] for _ in run.choices]
     logprobs: list[list[TokenLogprobs | None]] = [[] for _ in run.choices]
+    ids: list[list[int]] = [[] for _ in run.choices]
 
     def collect(steps: list[Step]) -> bool:
         for step in steps:
             index = step.choice.index
             texts[index].append(step.growth.text)
             logprobs[index] += columns.entries(step)
+            ids[index] += step.growth.token_ids
         return True
 
     collect(first)
@@ -154,7 +169,11 @@ async def whole_reply(run: Run, first: list[Step]) -> dict[str, Any]:
     make = chat_choice if job.frame.kind == "chat" else text_choice
     for index, choice in enumerate(run.choices):
         text = columns.echo(index) + "".join(texts[index])
-        choices.append(make(index, text, columns.take(index, logprobs[index]), choice.ending))
+        shown = make(index, text, columns.take(index, logprobs[index]), choice.ending)
+        if job.return_ids:
+            prompt = job.submits[index // job.n].prompt
+            shown |= {"token_ids": ids[index], "prompt_token_ids": prompt}
+        choices.append(shown)
     return job.frame.reply(choices, run.usage)
 
 

@@ -58,10 +58,16 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[Segment]:
-        """The prompt of a conversation. Raises RequestError where the template refuses it."""
+        """The prompt of a conversation; `continue_final`: it ends with the last message's text.
+
+        Raises RequestError where the template refuses it.
+        """
         marks = _Marks(self._special)
+        if continue_final:
+            messages = marks.with_end(messages)
         values = {
             **self._tokens,
             **(variables or {}),
@@ -70,7 +76,8 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return marks.split(self._text(values))
+        text = self._text(values)
+        return marks.split(marks.before_end(text) if continue_final else text)
 
     def _text(self, values: Mapping[str, Any]) -> str:
         start_budget()
@@ -89,6 +96,7 @@ class _Marks:
     def __init__(self, special: "re.Pattern[str] | None") -> None:
         self._special = special
         self._nonce = str(secrets.randbits(60))
+        self._end = f"\ue0f0{self._nonce}end\ue0f1"
         self._found: list[str] = []
 
     def protect(self, value: Any) -> Any:
@@ -100,6 +108,18 @@ class _Marks:
         if isinstance(value, Mapping):
             return {key: self.protect(item) for key, item in value.items()}
         return value
+
+    def with_end(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages with a mark behind the text of the last one."""
+        *before, last = messages
+        return [*before, {**last, "content": f"{last['content']}{self._end}"}]
+
+    def before_end(self, text: str) -> str:
+        """What stands before that mark."""
+        head, mark, _ = text.partition(self._end)
+        if not mark:
+            raise _refusal("it does not show the last message, which is to be continued")
+        return head
 
     def split(self, text: str) -> list[Segment]:
         """Rendered text as segments, in order."""

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from multilora_cli.server.app import Front, create_app
+from multilora_cli.server.app import create_app
 from multilora_cli.server.client import EngineClient
+from multilora_cli.server.front import Front
 from multilora_cli.server.launch import Hooks, Served, Shutdown, bind, serve
 from tests.fakes import Behaviour, Spawner, tiny_config, tiny_registry
 

@@ -113,12 +113,13 @@ def field_bodies():
         "guided_json": [{}, ""], "guided_regex": ["(a+)+$"], "guided_choice": [["a"]],
         "structured_outputs": [{"json": ""}, {"json_object": False}], "best_of": [2, 0, True],
         "use_beam_search": [True], "length_penalty": [2.0], "suffix": ["x"], "bad_words": [["a"]],
-        "chat_template": ["{{ 1 }}"], "continue_final_message": [True], "documents": [[{"a": 1}]],
+        "chat_template": ["{{ 1 }}"], "documents": [[{"a": 1}]],
         "prompt_logprobs": [0, 1], "allowed_token_ids": [[1]], "logits_processors": [["a"]],
-        "truncate_prompt_tokens": [5], "audio": [{}], "modalities": [["audio"], ["text", "audio"]],
+        "truncate_prompt_tokens": [0, -2], "priority": [1, -1],
+        "audio": [{}], "modalities": [["audio"], ["text", "audio"]],
         "prompt_embeds": ["AAAA"], "adapter_source": ["s3", "hub"], "api_token": [CANARY],
         "vllm_xargs": [{}], "kv_transfer_params": [{}], "prediction": [{"type": "content"}],
-        "web_search_options": [{}], "return_token_ids": [True],
+        "web_search_options": [{}],
     }  # fmt: skip
     for field, values in unsupported.items():
         yield from (dumped(**{field: value}) for value in values)

@@ -168,7 +168,7 @@ def test_a_bug_is_answered_in_the_error_contract(serve_fleet, monkeypatch, caplo
     def broken(_: object) -> None:
         raise ValueError("secret words")
 
-    monkeypatch.setattr("multilora_cli.server.app.Front.view", broken)
+    monkeypatch.setattr("multilora_cli.server.front.Front.view", broken)
     with httpx.Client(base_url=server.url, timeout=20) as http:
         reply = http.get("/metrics", headers={"x-request-id": "bug-17"})
         assert reply.status_code == 500 and reply.headers["x-request-id"] == "bug-17"

@@ -13,8 +13,9 @@ from multilora_cli.cli.startup import prepare
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import load_fleet, resolve_secret, secret_notes
 from multilora_cli.server.access import Secrets, keys_of
-from multilora_cli.server.app import Front, create_app
+from multilora_cli.server.app import create_app
 from multilora_cli.server.client import EngineClient
+from multilora_cli.server.front import Front
 from tests.fakes import Behaviour, Spawner, byte_tokenizer, tiny_geometry
 
 FLEET = """base: {model: ./base, name: demo}
