@@ -26,11 +26,16 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem;
        color: var(--text); background: var(--page); }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.wide { overflow-x: auto; }
+/* Shadows at the edges beyond which a table goes on: a wide one is cut off without a word else. */
+.wide { overflow-x: auto; background:
+  linear-gradient(to right, var(--page) 1rem, transparent 2rem) 0 0 local,
+  linear-gradient(to left, var(--page) 1rem, transparent 2rem) 100% 0 local,
+  linear-gradient(to right, var(--line), transparent .8rem) 0 0 scroll,
+  linear-gradient(to left, var(--line), transparent .8rem) 100% 0 scroll; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right;
          white-space: nowrap; font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child, td.word { text-align: left; }
+th:first-child, td:first-child, .word { text-align: left; }
 .plots { display: grid; gap: 1.5rem;
          grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr)); }
 figure { margin: 0; } svg { display: block; width: 100%; height: auto; }
@@ -55,7 +60,7 @@ def render_page(report: Mapping[str, Any]) -> str:
     title = f"mlora bench: {report['preset']}"
     sections = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(report['created'])}</p>",
+        f"<p>{escape(_moment(report['created']))}</p>",
         f"<pre>{escape(report['command'])}</pre>",
         _section("Result", main_table(report)),
         *_notes(report["notes"]),
@@ -151,6 +156,11 @@ def timeline_plot(arm: Mapping[str, Any]) -> str:
     return svg.lines(title, series, ("seconds", "tokens/s"), marks=marks)
 
 
+def _moment(created: str) -> str:
+    """`2026-11-30 23:18:41 UTC` of what the report has in ISO's form."""
+    return created.replace("T", " ").replace("+00:00", " UTC")
+
+
 def _name(arm: Mapping[str, Any]) -> str:
     return f"{arm['side']} {arm['label']}".strip()
 
@@ -159,10 +169,14 @@ def _section(title: str, table: Table) -> str:
     columns, rows = table
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    shown = rows[:_MAX_ROWS]
+    head = "".join(
+        f"<th{_kind(*(row[place] for row in shown))}>{escape(column)}</th>"
+        for place, column in enumerate(columns)
+    )
     body = "".join(
         "<tr>" + "".join(f"<td{_kind(cell)}>{escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in rows[:_MAX_ROWS]
+        for row in shown
     )
     if len(rows) > _MAX_ROWS:
         body += f'<tr><td class="word">and {len(rows) - _MAX_ROWS} more in the JSON</td></tr>'
@@ -172,8 +186,10 @@ def _section(title: str, table: Table) -> str:
     )
 
 
-def _kind(cell: str) -> str:
-    return "" if cell[:1].isdigit() or cell == "-" else ' class="word"'
+def _kind(*cells: str) -> str:
+    """Of a cell, or of the head of a column: words stand left, figures right."""
+    is_figure = any(cell[:1].isdigit() for cell in cells) or all(cell == "-" for cell in cells)
+    return "" if is_figure else ' class="word"'
 
 
 def _notes(notes: Sequence[str]) -> list[str]:

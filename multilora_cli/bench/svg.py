@@ -22,7 +22,8 @@ COLOURS = (
 )
 _WIDTH, _HEIGHT = 480, 280  # without the legend
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 34, 46
-_LETTER = 7.3  # pixels of one at most, on average
+# Pixels of a letter at most, in fonts that are wider than most: narrow ones, wide ones, others.
+_NARROW, _WIDE, _LETTER = (frozenset("fijlrt.,:;|'()[] "), 5.2), (frozenset("mwMW@"), 12.5), 8.2
 _LINE = 19
 
 
@@ -185,7 +186,7 @@ def _legend(entries: Sequence[tuple[str, int]]) -> tuple[list[str], int]:
     parts, left, line = [], float(_LEFT), 0
     for name, colour in entries:
         text = _short(name, 40)
-        width = 18 + _LETTER * len(text) + 14
+        width = 18 + _text_width(text) + 14
         if left > _LEFT and left + width > _WIDTH:
             left, line = float(_LEFT), line + 1
         top = _HEIGHT + _LINE * line
@@ -205,6 +206,13 @@ def _document(title: str, parts: Sequence[str], legend: Sequence[tuple[str, int]
         f' {_HEIGHT + _LINE * num_lines}" role="img" aria-label="{escape(title, quote=True)}"'
         ' font-family="system-ui, sans-serif" font-size="13" fill="currentColor">'
         f"{heading}{''.join(parts)}{''.join(names)}</svg>"
+    )
+
+
+def _text_width(text: str) -> float:
+    return sum(
+        next((width for letters, width in (_NARROW, _WIDE) if letter in letters), _LETTER)
+        for letter in text
     )
 
 

@@ -71,8 +71,8 @@ def detail_table(report: Mapping[str, Any]) -> Table:
     """What the main table has no room for."""
     columns = (
         "workload", "offered req/s", "input tok/s", "cached tokens", "E2E p50", "E2E p99",
-        "ITL of an answer p50", "p99", "satisfaction", "slowest adapter", "hit ratio", "loads",
-        "server agrees",
+        "request ITL p50", "request ITL p99", "satisfaction", "slowest adapter", "hit ratio",
+        "loads", "server agrees",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = []
     for arm in report["arms"]:

@@ -23,6 +23,19 @@ _BOXES = """
             * box.width / figure.querySelector("svg").viewBox.baseVal.width];
 })
 """
+_CROOKED = """
+[...document.querySelectorAll("table")].flatMap(table => [...table.tHead.rows[0].cells]
+  .filter((head, at) => [...table.tBodies[0].rows].some(row =>
+     row.cells[at].textContent != "-" &&
+     getComputedStyle(row.cells[at]).textAlign != getComputedStyle(head).textAlign))
+  .map(head => head.textContent))
+"""
+_GAPS = """
+[...document.querySelectorAll("figure svg > rect[width='12'][height='12']")].flatMap(mark => {
+  const name = mark.nextElementSibling, next = name.nextElementSibling, box = name.getBBox();
+  return next && next.getBBox().y == mark.getBBox().y ? [next.getBBox().x - box.x - box.width] : [];
+})
+"""
 _PLOTS = ["throughput", "ttft-cdf", "e2e-cdf", "ttft-by-rank", *(f"timeline-{i}" for i in range(5))]
 WITHOUT_LEGEND = 275 / 480  # of a plot's width: its height down to the legend
 _PAGES = {False: "#ffffff", True: "#16181b"}  # background, by whether it is dark
@@ -64,6 +77,9 @@ def test_every_plot_is_on_the_picture(
     async def look(tab: Tab, page: Path) -> None:
         await tab.open(page, width=width, dark=dark)
         assert await tab.value("document.documentElement.scrollWidth") <= width
+        assert await tab.value(_CROOKED) == []
+        gaps = await tab.value(_GAPS)
+        assert len(gaps) > 10 and min(gaps) >= 4 and max(gaps) - min(gaps) <= 24, gaps
         found = await plots(tab)
         assert list(found) == _PLOTS
         boxes = [box for box, _ in found.values()]
