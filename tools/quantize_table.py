@@ -166,7 +166,9 @@ def drift_table(records: Iterable[dict[str, Any]]) -> str:
         ways.setdefault((record["model"], record["way"]), []).append(record)
     lines = ["| base | storage | adapters | top-1 agreement | mean KL, nats |"]
     lines.append("| --- | --- | --- | --- | --- |")
-    for (model, way), found in sorted(ways.items(), key=lambda item: list(WAYS).index(item[0][1])):
+    models = list(dict.fromkeys(model for model, _ in ways))
+    order = {key: (models.index(key[0]), list(WAYS).index(key[1])) for key in ways}
+    for (model, way), found in sorted(ways.items(), key=lambda item: order[item[0]]):
         tops, kls = ([record[field] for record in found] for field in ("top1", "mean_kl"))
         lines.append(
             f"| {model} | {WAYS[way][0]} | {len(found)} | {min(tops):.2f} to {max(tops):.2f} |"
