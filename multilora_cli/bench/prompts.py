@@ -29,10 +29,11 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class PromptMaker:
-    """Bodies of requests; the same seed, salt and index make the same prompt."""
+    """Bodies of requests; the same seed, draw, salt and index make the same prompt."""
 
     style: PromptStyle = "ids"
     seed: int = 0
+    draw: int = 0  # of a run: what another run with this seed left in a server's cache is no prefix
     ignore_eos: bool = True
     id_range: tuple[int, int] = ID_RANGE  # upper bound exclusive
 
@@ -52,7 +53,9 @@ class PromptMaker:
             # What comes after the end is mostly special tokens: without text, no chunk would
             # say that they came.
             body["skip_special_tokens"] = False
-        rng = np.random.Generator(np.random.PCG64([self.seed, *key]))
+        rng = np.random.Generator(
+            np.random.PCG64([self.seed, *key, *([self.draw] if self.draw else [])])
+        )
         if self.style == "ids":
             body["prompt"] = rng.integers(*self.id_range, size=input_tokens).tolist()
             return body

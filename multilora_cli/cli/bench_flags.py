@@ -40,7 +40,12 @@ Limit = Annotated[
     typer.Option("--for", help="Seconds after which a load ends; what is in flight is cut.", min=1),
 ]
 Rounds = Annotated[int | None, typer.Option(help="How often all loads take turns.", min=1, max=100)]
-Seed = Annotated[int, typer.Option(help="Of lengths, arrivals and prompts.", min=0)]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Of lengths, arrivals and prompts (which with --url are others in each run).", min=0
+    ),
+]
 Gpu = Annotated[
     str | None,
     typer.Option(help="The server's card (h200), for shares of the bound. Needs FLEET."),

@@ -1,5 +1,6 @@
 """What `mlora bench` does between its flags and its report: servers, adapters, passes."""
 
+import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -28,7 +29,9 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
     from multilora_cli.cli.bench_view import Live
 
     slo = parse_slo(options.slo) if options.slo else None
-    prompts = PromptMaker(options.prompts, options.seed, options.ignore_eos)
+    # A server that runs already may have seen the prompts of the same command, run before.
+    draw = 0 if options.url is None else secrets.randbits(32)
+    prompts = PromptMaker(options.prompts, options.seed, draw, options.ignore_eos)
     _check_early(options)
     raise_file_limit()
     async with AsyncExitStack() as stack:
@@ -37,7 +40,7 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
         ranks = sides[0].fleet.ranks or ({} if options.fleet is None else file.ranks)
         program = _program(options, sides, ranks)
         costs = file.costs(sides[0].adapters)
-        facts = _facts(options, sides, program, file.quantization())
+        facts = _facts(options, sides, program, file.quantization()) | {"prompt_draw": draw}
         live = stack.enter_context(Live(console))
 
         def ended(done: "Pass") -> None:

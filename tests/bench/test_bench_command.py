@@ -101,6 +101,14 @@ def test_files_are_written_and_compared(server: Loopback, tmp_path: Path) -> Non
     assert "skewed\ttok/s\t" in table
 
 
+def test_a_command_that_is_run_again_sends_prompts_of_its_own(server: Loopback) -> None:
+    """A server that runs on has the first run's prompts cached: a third of a base's tokens were."""
+    command = ("--url", server.url, "--preset", "smoke", "--json", "--prompts", "ids")
+    draws = {json.loads(bench(*command).stdout)["prompt_draw"] for _ in range(2)}
+    sent = [tuple(body["prompt"]) for body in server.bodies if len(body["prompt"]) > 4]
+    assert len(draws) == 2 and len(sent) == len(set(sent)) >= 2 * 2 * 8
+
+
 def test_against_a_second_server_gives_ratios(server: Loopback) -> None:
     with Threaded(Script(models=MODELS, gap_s=0.02)) as slower:
         result = bench("--url", server.url, "--against", slower.url, "--preset", "smoke",
@@ -150,7 +158,7 @@ def test_no_command_reads_what_typer_has_not_converted() -> None:
     """A context's params are text or values, by Typer's version; parameters are always values."""
     folder = Path(multilora_cli.cli.__file__).parent
     users = [file.name for file in sorted(folder.glob("*.py")) if ".params" in file.read_text()]
-    assert users == ["app.py"]  # whose --debug is a switch
+    assert users == ["commands.py"]  # whose --debug is a switch
 
 
 def test_a_row_is_on_disk_as_soon_as_its_load_has_ended(server: Loopback, tmp_path: Path) -> None:
