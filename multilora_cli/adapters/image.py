@@ -58,7 +58,8 @@ def build_image(
     crew = crew or Crew()
     image = out.view(-1).view(dtype)
     with WeightFiles(adapter, crew.buffers) as files, files.reader() as reader:
-        crew.each(_factor_jobs(adapter, plan, image, files))
+        seen = _Seen([], []) if check_values else None
+        crew.each(_factor_jobs(adapter, plan, files, image, seen))
         all_zero = not _has_products(plan, image)
         if plan.matrices:
             all_zero = all_zero and not adapter.edges.saved
@@ -68,14 +69,39 @@ def build_image(
             crew.each(_matrix_jobs(adapter, plan, files, values, dtype, out))
             changed_rows = any(bool(v.any()) for name, v in values.items() if name.endswith(".b"))
             all_zero = all_zero and not changed_rows
-        if check_values and not _all_finite(out, dtype, crew):
-            raise _not_finite(adapter, reader, dtype)
+        if seen is not None:
+            if plan.matrices or seen.unseen:
+                crew.each(partial(seen.look, page) for page in out.view(dtype).unbind())
+            if not seen.is_finite() and not _all_finite(out, dtype):
+                raise _not_finite(adapter, reader, dtype)
         if plan.vectors:
             if base is None:
                 raise ValueError("DoRA and trained biases need the base")
             crew.each(_vector_jobs(adapter, plan, files, base, out))
             return ()
     return ("every product of lora_B and lora_A is zero: answers equal the base's",) * all_zero
+
+
+class _Seen(NamedTuple):
+    """Sums of the values that were looked at: a NaN or an infinity among them would show.
+
+    Pieces of a file in the compute dtype are looked at while a core has them in its cache. Of
+    others it is the rounded values that count, which lie in the image.
+    """
+
+    sums: list[torch.Tensor]
+    unseen: list[None]  # an entry for every piece that was not
+
+    def look(self, values: torch.Tensor | None) -> None:
+        """Take in these values; None: others, which will have to be seen in the image."""
+        if values is None:
+            self.unseen.append(None)
+        else:
+            self.sums.append(values.sum())
+
+    def is_finite(self) -> bool:
+        """Whether all values are; False: some may not be, or a sum of large ones overflowed."""
+        return not self.sums or bool(torch.stack(self.sums).isfinite().all())
 
 
 class _Factor(NamedTuple):
@@ -107,8 +133,9 @@ def _factors(adapter: AdapterFile, plan: ImagePlan) -> Iterator[_Factor]:
 def _factor_jobs(
     adapter: AdapterFile,
     plan: ImagePlan,
-    image: torch.Tensor,
     files: WeightFiles,
+    image: torch.Tensor,
+    seen: _Seen | None,
 ) -> Iterator[Job]:
     """One job for every piece of the files that holds factors, and one for the bytes between."""
     by_file: dict[Path, list[_Factor]] = {}
@@ -120,7 +147,7 @@ def _factor_jobs(
     for factors in by_file.values():
         factors.sort(key=lambda factor: factor.entry.offset)
         for share in _shares(factors):
-            yield partial(_place, share, files, image, sections, plan)
+            yield partial(_place, share, files, _Target(image, sections, plan, seen))
 
 
 def _shares(factors: Sequence[_Factor]) -> Iterator[Sequence[_Factor]]:
@@ -135,23 +162,27 @@ def _shares(factors: Sequence[_Factor]) -> Iterator[Sequence[_Factor]]:
     yield factors[first:]
 
 
-def _place(
-    share: Sequence[_Factor],
-    files: WeightFiles,
-    image: torch.Tensor,
-    sections: Sequence[torch.Tensor],
-    plan: ImagePlan,
-) -> None:
-    """Read neighbouring factors at once and write them to `image`, flat in the compute dtype.
+class _Target(NamedTuple):
+    """Where factors go: the image, flat in the compute dtype, and its parts."""
+
+    image: torch.Tensor
+    sections: Sequence[torch.Tensor]
+    plan: ImagePlan
+    seen: _Seen | None
+
+
+def _place(share: Sequence[_Factor], files: WeightFiles, target: _Target) -> None:
+    """Read neighbouring factors at once and write them to the image.
 
     In a few calls: around each one the interpreter is let go and has to be won back, from the steps
     and from the threads that place other pieces. A call for every view alone made threads useless.
     """
+    image = target.image
     parts, scaled = _Parts([], [], []), dict[float, list[torch.Tensor]]()
     first, last = share[0].entry, share[-1].entry
     with files.reader() as reader:
         reader.fetch(first.file, first.offset, last.offset + last.nbytes)
-        matrices = reader.matrices([factor.entry for factor in share])
+        matrices, run = reader.matrices([factor.entry for factor in share])
         for factor, values in zip(share, matrices, strict=True):
             if factor.scaling is None:
                 matrix = values
@@ -162,10 +193,10 @@ def _place(
                 matrix = values.float().mul_(factor.scaling)
             if factor.section is not None:
                 parts.sources.append(matrix)
-                parts.targets.append(sections[factor.section])
+                parts.targets.append(target.sections[factor.section])
                 continue
             for block in factor.blocks:
-                parts.add(factor, block, matrix, image, plan)
+                parts.add(factor, block, matrix, image, target.plan)
         # In float32 and rounded once: here where the file is in the compute dtype, by the copy
         # where it is in float32. A number instead of the tensor would be rounded to the dtype.
         for scaling, tensors in scaled.items():
@@ -173,6 +204,8 @@ def _place(
         torch._foreach_copy_(parts.targets, parts.sources)
         if parts.spare:
             torch._foreach_zero_(parts.spare)
+        if target.seen is not None:
+            target.seen.look(run if run is not None and run.dtype == image.dtype else None)
 
 
 class _Parts(NamedTuple):
@@ -321,11 +354,9 @@ def _vector_jobs(
     return (partial(place, key, blocks) for key, blocks in by_module.items())
 
 
-def _all_finite(out: torch.Tensor, dtype: torch.dtype, crew: Crew) -> bool:
+def _all_finite(out: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the image holds no NaN and no infinity: either would be among its extremes."""
-    extremes: list[torch.Tensor] = []
-    pages = out.view(dtype).unbind()
-    crew.each(partial(lambda page: extremes.extend(torch.aminmax(page)), page) for page in pages)
+    extremes = [value for page in out.view(dtype).unbind() for value in torch.aminmax(page)]
     return bool(torch.stack(extremes).isfinite().all())
 
 

@@ -135,15 +135,20 @@ class WeightReader:
             view = self._views[entry.dtype] = whole.view(dtype)
         return view, at // dtype.itemsize
 
-    def matrices(self, entries: Sequence[TensorEntry]) -> list[torch.Tensor]:
+    def matrices(
+        self, entries: Sequence[TensorEntry]
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Tensors of one dtype, in the order of their file and within the current piece, each flat.
-        They may be changed. One call cuts them all, where none shares bytes with another one."""
+        They may be changed. One call cuts them all, where none shares bytes with another one.
+
+        Beside them the run of memory that they are, where nothing lies between them.
+        """
         size = FILE_DTYPES[entries[0].dtype].itemsize
         places, sizes, end = [], list[int](), self._begin
         for entry in entries:
             if entry.offset < end or (entry.offset - end) % size:
                 flats = [(self.flat(entry), entry.nbytes // size) for entry in entries]
-                return [flat[at : at + count] for (flat, at), count in flats]
+                return [flat[at : at + count] for (flat, at), count in flats], None
             if entry.offset > end:
                 sizes.append((entry.offset - end) // size)
             places.append(len(sizes))
@@ -151,7 +156,9 @@ class WeightReader:
             end = entry.offset + entry.nbytes
         whole = self._memory[: end - self._begin].view(FILE_DTYPES[entries[0].dtype])
         parts = whole.split_with_sizes(sizes)
-        return [parts[place] for place in places]
+        between = len(sizes) - len(places) - (places[0] > 0)  # a piece may begin before them
+        run = whole[sum(sizes[: places[0]]) :] if not between else None
+        return [parts[place] for place in places], run
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor in its shape and dtype, float32 for float64; not to be written to."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -256,3 +257,29 @@ def test_versions_under_a_busy_writer(base: Path, tmp_path: Path) -> None:
         writer.join()
     print(counts)
     assert counts["whole"] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_values_are_told_from_infinite_ones(
+    base: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Sums tell that nothing is wrong. Where they overflow, the values themselves decide."""
+    large = torch.finfo(dtype).max / 4
+    tensors = {n: torch.from_numpy(t).to(dtype) for n, t in good_tensors().items()}
+    for name, tensor in tensors.items():
+        if "lora_A" in name:
+            tensor.fill_(large)
+    folder = write_good(tmp_path / "a")
+    save_file(tensors, folder / WEIGHTS)
+    geometry = read_geometry(base)
+    adapter = read(folder, base)
+    image = built(adapter, plan_for(adapter, geometry, dtype), dtype)
+    assert image.view(dtype).max() == torch.tensor(large, dtype=dtype)
+    for name in tensors:
+        spoiled = {n: t.clone() for n, t in tensors.items()}
+        spoiled[name].view(-1)[-1] = torch.inf
+        folder = write_good(tmp_path / name)
+        save_file(spoiled, folder / WEIGHTS)
+        adapter = read(folder, base)
+        with pytest.raises(AdapterError, match=re.escape(name)):
+            built(adapter, plan_for(adapter, geometry, dtype), dtype)

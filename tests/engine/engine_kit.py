@@ -62,6 +62,7 @@ class Rig:
         self, base: Path, *, pages: int = 256, page: int = F2_PAGE, **config: object
     ) -> None:
         settings: dict[str, object] = {
+            "device": "cpu",  # on a machine with a card too: what is computed there is compared
             "max_num_seqs": 32,
             "max_num_batched_tokens": 256,
             "num_slots": 17,
