@@ -43,11 +43,11 @@ _PIECE_N, _PIECE_M = 64, 32
 
 
 @gluon.jit
-def _copy_block(
-    words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs, stage, N_padded,
-    inside, GROUPS: gl.constexpr, X_PARTS: gl.constexpr,
+def _copy_weights(
+    words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas, stage, N_padded, inside,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Ask for one block's words [BLOCK_N, 32], scales [BLOCK_N] a group, and x by 32 inputs."""
+    """Ask for one block's words [BLOCK_N, 32] and its scales, [BLOCK_N] a group."""
     async_copy.async_copy_global_to_shared(
         words.index(stage), words_ptr + word_offsets, mask=inside
     )
@@ -56,6 +56,11 @@ def _copy_block(
         async_copy.async_copy_global_to_shared(
             metas.index(stage * GROUPS + group), ptrs, mask=inside
         )
+
+
+@gluon.jit
+def _copy_x(x_ptrs, xs, stage, inside, X_PARTS: gl.constexpr):
+    """Ask for one block's x [BLOCK_M, 128]."""
     for part in gl.static_range(X_PARTS):
         async_copy.async_copy_global_to_shared(
             xs[part].index(stage), x_ptrs + 128 // X_PARTS * part, mask=inside
@@ -171,6 +176,7 @@ def awq_hopper_kernel(  # noqa: C901
     FENCE: gl.constexpr = True,
     DEPTH: gl.constexpr = 1,
     ORDER: gl.constexpr = 0,
+    EARLY: gl.constexpr = False,
 ):
     WARPS: gl.constexpr = gl.num_warps()
     AHEAD: gl.constexpr = STAGES - 1
@@ -213,16 +219,19 @@ def awq_hopper_kernel(  # noqa: C901
     words_ptr += (start * N_padded + first_n) * 32
     meta_ptr += start * (N_padded * GROUPS) + first_n
     x_ptrs = x_ptr + start * 128 + x_offsets
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
-
     for block in gl.static_range(AHEAD):
-        _copy_block(
-            words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs, block,
-            N_padded, block < count, GROUPS, X_PARTS,
+        _copy_weights(
+            words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas, block, N_padded,
+            block < count, GROUPS,
         )  # fmt: skip
         words_ptr += N_padded * 32
         meta_ptr += N_padded * GROUPS
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+    for block in gl.static_range(AHEAD):
+        _copy_x(x_ptrs, xs, block, block < count, X_PARTS)
         x_ptrs += 128
         async_copy.commit_group()
 
@@ -254,10 +263,11 @@ def awq_hopper_kernel(  # noqa: C901
                     next_packed = _words(words.index(following), word_layout, PARTS)
                     next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
                 # Every warp is done with the block before this one: its stage is filled again.
-                _copy_block(
-                    words_ptr, meta_ptr, x_ptrs, word_offsets, meta_offsets, words, metas, xs,
-                    (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS, X_PARTS,
+                _copy_weights(
+                    words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas,
+                    (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS,
                 )  # fmt: skip
+                _copy_x(x_ptrs, xs, (block + AHEAD) % STAGES, block + AHEAD < count, X_PARTS)
                 words_ptr += N_padded * 32
                 meta_ptr += N_padded * GROUPS
                 x_ptrs += 128
@@ -367,6 +377,7 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         FENCE=launch.fence,
         DEPTH=launch.depth,
         ORDER=launch.order,
+        EARLY=launch.early,
         num_warps=launch.num_warps,
         launch_pdl=True,
     )

@@ -29,6 +29,7 @@ class HopperLaunch:
     fence: bool = False
     depth: int = 1
     order: int = 1
+    early: bool = False
 
     def grid(self, m: int, n_padded: int) -> tuple[int, int, int]:
         """Programs: tiles of rows, which share weights, then tiles of outputs, then splits."""

@@ -226,7 +226,7 @@ HOPPER = (
     HopperLaunch(),
     HopperLaunch(split_k=3, x_parts=4),
     HopperLaunch(split_k=8),
-    HopperLaunch(depth=2),
+    HopperLaunch(depth=2, early=True),
     HopperLaunch(block_n=128, block_m=64, num_warps=4, split_k=2),
     HopperLaunch(block_m=64, split_k=2, num_stages=5),
     HopperLaunch(block_n=128, num_stages=5),

@@ -111,6 +111,7 @@ def test_awq_hopper_widens_beside_its_multiplies(
         "FENCE": launch.fence,
         "DEPTH": launch.depth,
         "ORDER": launch.order,
+        "EARLY": launch.early,
         "SCALE": tl.float16,
         "CT": tl.bfloat16 if x == "bf16" else tl.float16,
         "PDL": True,
