@@ -45,7 +45,9 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """`seconds` in the unit that reads best: `3.2 ms`, `4.0 s`, `2.5 h`."""
+    """`seconds` in the unit that reads best: `6.5 us`, `3.2 ms`, `4.0 s`, `2.5 h`."""
+    if 0 < seconds < 0.0001:
+        return f"{_digits(seconds * 1e6)} us"
     if seconds < 1:
         return f"{_digits(seconds * 1000)} ms"
     for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):

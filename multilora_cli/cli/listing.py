@@ -133,7 +133,7 @@ def row_cells(row: dict[str, Any]) -> tuple[object, ...]:
         row.get("tier", "-"),
         row.get("rank") or "-",
         module_set(row.get("modules") or ()) or "-",
-        format_size(int(row.get("bytes") or 0)),
+        format_size(int(row["bytes"])) if row.get("bytes") else "-",
         row.get("pages", 0),
         _kept(row),
         row.get("in_flight", 0),

@@ -75,6 +75,7 @@ def _loaded(target: str | None, base: str | None, settings: Sequence[str]) -> "L
     """The fleet to verify: a file's, or one made of a single adapter."""
     from multilora_cli.errors import BadInput
     from multilora_cli.fleet.load import load_fleet, make_fleet
+    from multilora_cli.fleet.pattern import is_folder
 
     path = None if target is None else Path(target).expanduser()
     if target is None or (path is not None and path.is_file()) or target.endswith(".yaml"):
@@ -85,6 +86,8 @@ def _loaded(target: str | None, base: str | None, settings: Sequence[str]) -> "L
             f"{target}: one adapter needs --base MODEL to be checked against",
             hint="or name a fleet file, which says its base",
         )
+    if is_folder(target) and path is not None and not path.is_dir():
+        raise BadInput(f"{target}: no such folder or fleet file")  # before a base is fetched
     values = {
         "base": {"model": base, "name": "base"},
         "adapters": [{"name": _name_of(target), "source": target}],

@@ -181,10 +181,9 @@ def _hub_errors(model_id: str, revision: str | None) -> Iterator[None]:
         ) from None
     except HFValidationError as error:
         raise ModelError(f"{model_id}: {error}") from None
-    except (OfflineModeIsEnabled, LocalEntryNotFoundError, _HTTP_ERROR) as error:
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError, _HTTP_ERROR):
         raise Unreachable(
-            f"{model_id}: the Hub does not answer and the local cache holds no complete copy"
-            f" ({type(error).__name__})",
+            f"{model_id}: the Hub does not answer and the local cache holds no complete copy",
             hint="fetch it where there is a network, or name a local folder",
         ) from None
     except OSError as error:

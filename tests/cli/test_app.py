@@ -87,6 +87,8 @@ def test_schema_is_json() -> None:
         (("plan", "fleet.example.yaml", "--set", "base.quantisation=fp8"), "quantization"),
         (("plan", "fleet.example.yaml", "--assume", "rank=0"), "--assume"),
         (("list", "--url", "localhost:8000"), "http://HOST:PORT"),
+        (("verify", "./no-such-adapter", "--base", "org/model"), "./no-such-adapter: no such"),
+        (("serve", "tests"), "a folder, expected a fleet file"),
     ],
 )
 def test_bad_input_is_exit_2_and_one_line(arguments: tuple[str, ...], words: str) -> None:

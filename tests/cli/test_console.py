@@ -218,6 +218,7 @@ def test_sizes_and_durations_have_no_exponents() -> None:
     assert format_size(1023 * 2**30) == "1023 GiB"
     assert format_duration(0.9999) == "1000 ms"
     assert format_duration(0.0067) == "6.7 ms"
+    assert format_duration(6.55e-6) == "6.55 us" and format_duration(0.0) == "0 ms"
 
 
 def test_progress_over_a_pipe_is_one_line_a_phase() -> None:

@@ -137,7 +137,7 @@ def test_spans() -> None:
 
 def test_cells_of_a_bare_row() -> None:
     """A server that tells less than ours."""
-    assert row_cells({"id": "x"}) == ("x", "-", "-", "-", "0 B", 0, "-", 0, "-", 0, 0, "-")
+    assert row_cells({"id": "x"}) == ("x", "-", "-", "-", "-", 0, "-", 0, "-", 0, 0, "-")
 
 
 def test_matching() -> None:
