@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,21 +111,26 @@ class OpenFile:
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` (bytes) from `offset`. Raises SafetensorsError when the file is shorter."""
-        done = 0
-        while done < len(buffer):
+    def read_into(self, offset: int, *buffers: memoryview) -> None:
+        """Fill `buffers` (bytes), one after the other, from `offset` on. Raises SafetensorsError
+        when the file is shorter."""
+        left = deque(buffer for buffer in buffers if len(buffer))
+        while left:
             try:
-                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+                count = os.preadv(self._descriptor, left, offset)
             except OSError as error:
                 raise _unreadable(self.identity.path, error) from None
             if count == 0:
                 raise SafetensorsError(
-                    f"{self.identity.path}: ends at byte {offset + done:,} while it is read; it had"
+                    f"{self.identity.path}: ends at byte {offset:,} while it is read; it had"
                     f" {self.identity.size:,} bytes when it was opened",
                     reason="changed",
                 )
-            done += count
+            offset += count
+            while left and count >= len(left[0]):
+                count -= len(left.popleft())
+            if left:
+                left[0] = left[0][count:]
 
     def check_unchanged(self) -> None:
         """Raises SafetensorsError when the file was written to since it was opened."""

@@ -87,10 +87,10 @@ class WeightFiles:
         """Bytes of one of the files."""
         return self._files[path].identity.size
 
-    def read_into(self, path: Path, begin: int, target: torch.Tensor) -> None:
-        """Fill `target`, uint8 [n], with the file's bytes from `begin` on."""
+    def read_into(self, path: Path, begin: int, *targets: memoryview) -> None:
+        """Fill `targets` one after the other with the file's bytes from `begin` on."""
         try:
-            self._files[path].read_into(begin, target.numpy().data)
+            self._files[path].read_into(begin, *targets)
         except SafetensorsError as error:
             raise AdapterError(error.message, reason=error.reason) from None
 
@@ -114,7 +114,7 @@ class WeightReader:
         self._from, self._views = None, {}
         if self._memory.numel() < end - begin:
             self._memory = torch.empty(-(-(end - begin) // 8) * 8, dtype=torch.uint8)
-        self._files.read_into(path, begin, self._memory[: end - begin])
+        self._files.read_into(path, begin, self._memory[: end - begin].numpy().data)
         self._from, self._begin, self._end = path, begin, end
 
     def flat(self, entry: TensorEntry) -> tuple[torch.Tensor, int]:

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -273,3 +274,29 @@ def test_a_fresh_file_is_waited_for(tmp_path: Path) -> None:
         path.write_bytes(raw)
         with pytest.raises(SafetensorsError, match="changed"):
             file.check_unchanged()
+
+
+def test_a_read_of_several_parts_goes_on_where_the_system_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a part, at the end of one, over several at once; empty parts take nothing."""
+    data = bytes(range(256)) * 4
+    (tmp_path / "file").write_bytes(data)
+    whole, calls = os.preadv, []
+
+    def short(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        limit = [1, 100, 299, 7][len(calls) % 4]
+        calls.append(offset)
+        cut = []
+        for buffer in buffers:
+            cut.append(buffer[: max(limit - sum(map(len, cut)), 0)])
+        return whole(descriptor, cut, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    sizes = [100, 0, 1, 299, 300, 5, 0]
+    parts = [bytearray(size) for size in sizes]
+    with open_file(tmp_path / "file") as file:
+        file.read_into(10, *map(memoryview, parts))
+        assert b"".join(parts) == data[10 : 10 + sum(sizes)] and len(calls) > 4
+        with pytest.raises(SafetensorsError, match="ends at byte 1,024"):
+            file.read_into(1000, memoryview(bytearray(20)), memoryview(bytearray(20)))
