@@ -12,6 +12,7 @@ from multilora_cli import __version__
 from multilora_cli.cli import (
     bench,
     chat,
+    export,
     fleet_diff,
     listing,
     lock,
@@ -58,6 +59,7 @@ for _panel, _name, _command in (
     (BEFORE, "lock", lock.lock),
     (BEFORE, "quantize", quantize.quantize),
     (BEFORE, "schema", schema.schema),
+    (BEFORE, "export", export.export),
     (RUN, "serve", serve.serve),
     (RUN, "chat", chat.chat),
     (OPERATE, "list", listing.list_adapters),
