@@ -9,7 +9,12 @@ import os
 import pytest
 import torch
 
+from tests.kernels.checked_interpreter import check_launches, poison_memory
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    check_launches()
+    poison_memory()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
