@@ -39,7 +39,9 @@ class SideStream:
         before = current.record_event()
         first = main()
         stream.wait_event(before)
-        with torch.cuda.stream(stream):
-            second = side()
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                second = side()
+        finally:  # a capture with a stream that was not joined cannot be ended
+            current.wait_stream(stream)
         return first, second

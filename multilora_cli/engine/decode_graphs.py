@@ -9,8 +9,10 @@ pool, the adapter table, and the work lists that `Segments.build` writes. It end
 likely tokens; what else is to be sampled is sampled from the logits that it leaves.
 """
 
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -70,6 +72,7 @@ class GraphMemory:
         self._stream: torch.cuda.Stream | None = None  # that captures are made on
         self.pool_bytes = 0  # that torch keeps for what the captured steps allocate
         self.driver_bytes = 0  # that the driver keeps of them
+        gc.collect()  # graphs of an engine before this one: see _uncollected
         settled_bytes(device)  # graphs cannot use what other steps have left in reserve
 
     def record(self, work: Callable[[], None]) -> Captured:
@@ -85,7 +88,7 @@ class GraphMemory:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with _uncollected(), torch.cuda.stream(self._stream):
             # Loader threads may use the device meanwhile: only this thread's calls are watched.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
@@ -93,6 +96,19 @@ class GraphMemory:
             finally:
                 graph.capture_end()
         return graph
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the collector from running. What it frees while this thread captures may be another
+    graph, and to destroy one is a call that spoils the capture."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 class _Rehearsed:

@@ -1,7 +1,9 @@
 """The books of a start, on a device that is made up."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import ClassVar
 
 import pytest
@@ -144,6 +146,36 @@ def test_a_capture_that_fails_is_ended_on_the_stream_it_was_begun_on(
         memory.record(fails)
     assert said[len(whole) :] == [part for part in whole if part != "work"]
     assert device.emptied == 1
+
+
+def test_nothing_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs of an engine that was let go of lie in cycles, and to destroy one is a call that
+    spoils a capture. They go before the first one, and what is left then waits."""
+    Device(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: "side")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(Graph, "said", said := [])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+
+    class Old:
+        """Of an engine before: a cycle."""
+
+        def __init__(self) -> None:
+            self.me = self
+            weakref.finalize(self, said.append, "destroyed")
+
+    Old()
+    memory = GraphMemory(CARD)
+    assert said == ["destroyed"]
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        memory.record(lambda: [Old() for _ in range(9)].clear())
+    finally:
+        gc.set_threshold(*thresholds)
+    assert said[1:3] == ["begin (0, 1) thread_local", "end"] and gc.isenabled()
+    gc.collect()
+    assert said.count("destroyed") == 10
 
 
 def test_without_nvml_what_lies_outside_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

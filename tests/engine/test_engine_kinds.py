@@ -156,7 +156,7 @@ def test_on_the_device(case: Case) -> None:
     assert rig.engine.parts.runner._graphs is not None
     ask_all(rig, case, list(range(len(KINDS) + 1)))
     ask_all(rig, case, [8, 2, 6])
-    check_decoding(rig, Rig(case.base, pages=900, page=PAGE), case)
+    check_decoding(rig, Rig(case.base, pages=900, page=PAGE, device="cpu"), case)
 
 
 @pytest.mark.gpu
@@ -181,7 +181,7 @@ def test_a_capture_that_fails_on_the_device_leaves_the_others(
         return launch(*args)
 
     monkeypatch.setattr(module, name, fails)
-    reference = Rig(case.base, pages=900, page=PAGE)
+    reference = Rig(case.base, pages=900, page=PAGE, device="cpu")
     check_decoding(rig, reference, case)
     assert failed == [name]
     check_decoding(rig, reference, case)

@@ -69,7 +69,7 @@ def test_answers_within_limits(fleet: Fleet, case: str) -> None:
         for prompt, name in zip(prompts, names, strict=True)
     ]
     rig.run()
-    reference = Rig(base, pages=how.get("pages", 256))
+    reference = Rig(base, pages=how.get("pages", 256), device="cpu")
     for prompt, name, request in zip(prompts, names, requests, strict=True):
         found = rig.answer(request)
         assert found.fault is None and len(found.tokens) == 9, name

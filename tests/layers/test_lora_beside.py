@@ -93,8 +93,10 @@ class Record:
     def on(self, stream: Stream) -> Iterator[None]:
         """As torch.cuda.stream."""
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def launch(self, name: str, reads: set[str], writes: set[str]) -> None:
         """One kernel on the current stream."""
@@ -194,6 +196,22 @@ def test_a_shrink_runs_beside_the_multiply_and_races_with_nothing(
         assert not shrink.follows(multiply) and not multiply.follows(shrink)
         assert shrink.follows(before) and expand.follows(shrink) and expand.follows(multiply)
     assert record.priorities == [priority]
+
+
+def test_side_work_that_fails_is_joined_all_the_same(record: Record) -> None:
+    """A capture cannot be ended while a stream that was forked off is not joined, and torch's
+    allocator then takes it to go on for ever."""
+
+    def fails() -> None:
+        record.launch("shrink", {"x"}, {"planes"})
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    main = record.current
+    with pytest.raises(torch.OutOfMemoryError):
+        SideStream(record.device).beside(lambda: None, fails, 0)
+    record.launch("what comes next", {"planes"}, set())
+    shrink, last = record.work
+    assert record.current is main and last.follows(shrink)
 
 
 @pytest.mark.parametrize("lost", ["wait_event", "wait_stream"])
