@@ -154,7 +154,7 @@ def _expand_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     prior = tl.load(y_ptrs, mask=y_mask, other=0, cache_modifier=".cg")
-    h = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS)
+    h = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
     # Its addresses wait for the next task's record: after the loads that wait for nothing.
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _multiplied(h, b, tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32), COMPUTE, PRECISION)
@@ -165,7 +165,7 @@ def _expand_rows(
             entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
         b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
         at = plane + t * ROW_SPLITS * num_rows
-        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS)
+        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
         acc = _multiplied(h, b, acc, COMPUTE, PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
     return n0, n1, n2, n3
@@ -191,21 +191,19 @@ def _expand_blocks(
     if PDL:
         tl.extra.cuda.gdc_wait()
     tile_rows = ROW_SPLITS * num_rows
-    h0 = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS).to(COMPUTE)
+    h0 = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     h1, h2, h3 = h0, h0, h0
     if TILES > 1:
         at = plane + tile_rows
-        h1 = _row_h(planes_ptr, at, num_rows, e1, BLOCK_M, SPLIT_K, ROW_SPLITS).to(COMPUTE)
+        h1 = _row_h(planes_ptr, at, num_rows, e1, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     if TILES > 2:
         at = plane + 2 * tile_rows
-        h2 = _row_h(planes_ptr, at, num_rows, e2, BLOCK_M, SPLIT_K, ROW_SPLITS).to(COMPUTE)
-        h3 = _row_h(
-            planes_ptr, at + tile_rows, num_rows, e3, BLOCK_M, SPLIT_K, ROW_SPLITS
-        ).to(COMPUTE)  # fmt: skip
+        h2 = _row_h(planes_ptr, at, num_rows, e2, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h3 = _row_h(planes_ptr, at + tile_rows, num_rows, e3, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     _walk_blocks(
         weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, TILES,
-        COLUMNS, STEPS, STAGES, BLOCK_M, COMPUTE, PRECISION,
+        COLUMNS, STEPS, STAGES, BLOCK_M, True, COMPUTE, PRECISION,
     )  # fmt: skip
     return n0, n1, n2, n3
 
@@ -214,9 +212,14 @@ def _expand_blocks(
 def _walk_blocks(
     weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out,
     CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, LATE: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows `y_rows` plus their A x of TILES rank tiles (1, 2 or 4) times B, a block at a time."""
+    """Rows `y_rows` plus their A x of TILES rank tiles (1, 2 or 4) times B, a block at a time.
+
+    LATE: h are sums whose parts are still under way, and change their layout in every block, so
+    that y and B of the first ones are asked for before anything waits for h.
+    """
     for step in tl.range(STEPS, num_stages=STAGES):
         n = n_start + step * COLUMNS + tl.arange(0, COLUMNS)
         n_mask = n < d_out
@@ -224,15 +227,19 @@ def _walk_blocks(
         prior = tl.load(y_rows + n[None, :], mask=y_mask, other=0, cache_modifier=".cg")
         acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
         b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
-        acc = tl.dot(h0, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+        h = _opaque(h0).to(COMPUTE) if LATE else h0
+        acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
         if TILES > 1:
             b = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
-            acc = tl.dot(h1, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+            h = _opaque(h1).to(COMPUTE) if LATE else h1
+            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
         if TILES > 2:
             b = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
-            acc = tl.dot(h2, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+            h = _opaque(h2).to(COMPUTE) if LATE else h2
+            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
             b = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
-            acc = tl.dot(h3, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
+            h = _opaque(h3).to(COMPUTE) if LATE else h3
+            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
         summed = (prior.to(tl.float32) + acc).to(y_rows.dtype.element_ty)
         tl.store(y_rows + n[None, :], summed, mask=y_mask)
 
@@ -277,21 +284,22 @@ def _multiplied(h, b, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def _row_h(
     planes_ptr, plane, num_rows, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
-    ROW_SPLITS: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A x of one rank tile's rows, fp32 [BLOCK_M, 16]: the partial sums of decode, in order."""
+    """A x of one rank tile's rows, fp32 [BLOCK_M, 16]: the partial sums of decode, in order, those
+    of AT_ONCE shares of K under way at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, 16)
     plane_row = (plane + m).to(tl.int64) * SPLIT_K
     h_ptrs = planes_ptr + plane_row[:, None] * 16 + k[None, :]
     h_mask = (m < num_rows)[:, None] & (entry >= 0)
     h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-    # Four at a time: all loads at once would take 70 registers from the other paths.
-    for start in range(0, SPLIT_K, 4):
-        for i in tl.static_range(4):
+    # Where B waits in registers, four: all loads at once would take 70 registers more.
+    for start in range(0, SPLIT_K, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
             for part in tl.static_range(ROW_SPLITS):
                 h_part = h_ptrs + part * num_rows * (SPLIT_K * 16) + (start + i) * 16
-                mask = h_mask if SPLIT_K % 4 == 0 else h_mask & (start + i < SPLIT_K)
+                mask = h_mask if SPLIT_K % AT_ONCE == 0 else h_mask & (start + i < SPLIT_K)
                 h += tl.load(h_part, mask=mask, other=0.0, cache_modifier=".cg")
     return h
 
@@ -418,7 +426,7 @@ def expand_prefill_kernel(
     if num_tiles == 1:
         _walk_blocks(
             weights_ptr, y_rows, m_mask, h0, h0, h0, h0, e0, e1, e2, e3, n_start, d_out, CHUNK, 1,
-            BLOCK_N, N_STEPS, STAGES, BLOCK_M, COMPUTE, PRECISION,
+            BLOCK_N, N_STEPS, STAGES, BLOCK_M, False, COMPUTE, PRECISION,
         )  # fmt: skip
     elif num_tiles <= 4:
         at = plane + num_rows
@@ -429,7 +437,7 @@ def expand_prefill_kernel(
         h3 = _sum_planes(planes_ptr, at, num_rows, e3, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
         _walk_blocks(
             weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, 4,
-            BLOCK_N, N_STEPS, 2, BLOCK_M, COMPUTE, PRECISION,
+            BLOCK_N, N_STEPS, 2, BLOCK_M, False, COMPUTE, PRECISION,
         )  # fmt: skip
     else:
         for step in range(N_STEPS):
