@@ -74,14 +74,16 @@ def decode_capacity(
         choices = [choose(shape, rows, chip) for rows in (*DECODE_BUCKETS, max_tokens)]
         tiles = len(shape.d_outs) * num_tiles(max_rank)
         ranks = range(1, num_tiles(max_rank) + 1)
-        shared = [choice.shared_columns(count) for choice in choices for count in ranks]
+        shared = [c.shared_columns(count, c.n_steps) for c in choices for count in ranks]
         narrow = min(*shared, *(choice.block_n for choice in choices))
         tasks = sum(-(-d_out // narrow) for d_out in shape.d_outs)
+        # Where these are fewer than wanted, they are halved until they are not.
+        halved = 2 * max(c.wanted_tasks if c.n_steps > 1 else 0 for c in choices)
         bands = -(-tiles // SIDE_BY_SIDE)
         parts = max(choice.row_splits for choice in choices)
         # A tile that is listed `parts` times is shared by two rows or more.
         listed = max_tokens * tiles * max(2, parts) // 2
-        wanted[name] = Capacity(listed, max_tokens * tasks, max_tokens * bands)
+        wanted[name] = Capacity(listed, max_tokens * tasks + halved, max_tokens * bands)
         splits = max(choice.splits(shape.d_in) * choice.row_splits for choice in choices)
         planes = max(planes, max_tokens * tiles * splits)
     return wanted, planes

@@ -61,6 +61,8 @@ class LoraChoice:
     # walks, B of them under way in `expand_stages` - 1 blocks ahead.
     n_steps: int
     expand_stages: int
+    # Decode, likewise: so many programs before one of them walks several blocks.
+    wanted_tasks: int
     rows_n: int  # decode, where rows share an adapter: columns of a block of one rank tile
     expand_warps: int
     shrink_registers: int | None  # cap per thread; None leaves it to the compiler
@@ -90,12 +92,13 @@ class LoraChoice:
         side = SIDE_BY_SIDE if num_tiles > 2 else max(1, num_tiles)
         return min(self.block_n * SIDE_BY_SIDE // side, group.chunk)
 
-    def shared_columns(self, num_tiles: int) -> int:
-        """Columns of a decode expand program where rows share an adapter of `num_tiles`."""
+    def shared_columns(self, num_tiles: int, blocks: int) -> int:
+        """Columns of a decode expand program of `blocks`, rows that share an adapter of
+        `num_tiles`."""
         if self.n_steps == 1 or num_tiles > SIDE_BY_SIDE:
             return self.rows_n
         side = SIDE_BY_SIDE if num_tiles > 2 else max(1, num_tiles)
-        return self.rows_n * self.n_steps // side
+        return self.rows_n * blocks // side
 
 
 Choose = Callable[[GroupShape, int, Chip], LoraChoice]
@@ -180,6 +183,7 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         block_n=256 if many else 128,
         n_steps=4 if many else 1,
         expand_stages=3,
+        wanted_tasks=2 * chip.num_sms,
         rows_n=256 if many else 128,
         expand_warps=4,
         shrink_registers=80,
@@ -211,6 +215,7 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         block_n=64,
         n_steps=8,
         expand_stages=4,
+        wanted_tasks=0,
         rows_n=128,
         expand_warps=4,
         shrink_registers=None,

@@ -174,13 +174,13 @@ def _expand_rows(
 @triton.jit
 def _expand_blocks(
     planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out, plane,
-    num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    TILES: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of one adapter of TILES rank tiles, STEPS blocks of COLUMNS by matrix
-    tiles: A x is summed once for all of them, and B travels STAGES - 1 blocks ahead.
+    """Up to BLOCK_M rows of one adapter of TILES rank tiles, `width` columns in blocks of COLUMNS
+    by matrix tiles: A x is summed once for all of them, and B travels STAGES - 1 blocks ahead.
 
     Returns the next task's table entries.
     """
@@ -203,7 +203,7 @@ def _expand_blocks(
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     _walk_blocks(
         weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, TILES,
-        COLUMNS, STEPS, STAGES, BLOCK_M, True, COMPUTE, PRECISION,
+        COLUMNS, width // COLUMNS, STAGES, BLOCK_M, True, COMPUTE, PRECISION,
     )  # fmt: skip
     return n0, n1, n2, n3
 
@@ -211,16 +211,15 @@ def _expand_blocks(
 @triton.jit
 def _walk_blocks(
     weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out,
-    CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, BLOCK_M: tl.constexpr, LATE: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, steps, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, LATE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows `y_rows` plus their A x of TILES rank tiles (1, 2 or 4) times B, a block at a time.
 
     LATE: h are sums whose parts are still under way, and change their layout in every block, so
     that y and B of the first ones are asked for before anything waits for h.
     """
-    for step in tl.range(STEPS, num_stages=STAGES):
+    for step in tl.range(steps, num_stages=STAGES):
         n = n_start + step * COLUMNS + tl.arange(0, COLUMNS)
         n_mask = n < d_out
         y_mask = m_mask[:, None] & n_mask[None, :]
@@ -247,29 +246,30 @@ def _walk_blocks(
 @triton.jit
 def _expand_shared(
     planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, num_tiles, e0, e1, e2, e3, n_start, d_out,
-    plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
-    CHUNK: tl.constexpr, ROWS_N: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    plane, num_rows, task_ptr, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS_N: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_expand_blocks` for 1 to 4 rank tiles; as everywhere, equal bytes of B for each."""
+    width = tl.load(task_ptr + 12) * 16
     if num_tiles == 1:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 1, ROWS_N,
-            STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            plane, num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 1,
+            ROWS_N, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     elif num_tiles == 2:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 2,
-            ROWS_N // 2, STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            plane, num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 2,
+            ROWS_N // 2, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     else:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 4,
-            ROWS_N // 4, STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            plane, num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 4,
+            ROWS_N // 4, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     return n0, n1, n2, n3
 
@@ -335,7 +335,7 @@ def _load_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
 def expand_decode_kernel(
     planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
     layer_start, stride_ym, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, N_STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS_N: tl.constexpr, BLOCKS: tl.constexpr,
     STAGES: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, Y_UNIT: tl.constexpr,
     PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -361,7 +361,7 @@ def expand_decode_kernel(
         f_first, f_tiles, f_n, f_column, f_start, f_rows, f_plane, f_d_out = _load_task(
             following, Y_UNIT
         )
-        if num_rows > 1 and (N_STEPS == 1 or num_tiles > 4):
+        if num_rows > 1 and (not BLOCKS or num_tiles > 4):
             f0, f1, f2, f3 = _expand_rows(
                 planes_ptr, weights_ptr, y_start, stride_ym, b_offsets, tiles_ptr, row_ptr,
                 first, num_tiles, e0, e1, e2, e3, n_start, d_out, plane, num_rows, following, f_n,
@@ -370,8 +370,8 @@ def expand_decode_kernel(
         elif num_rows > 1:
             f0, f1, f2, f3 = _expand_shared(
                 planes_ptr, weights_ptr, y_start, stride_ym, row_ptr, num_tiles, e0, e1, e2, e3,
-                n_start, d_out, plane, num_rows, following, b_offsets, f_n, CELL, CHUNK, ROWS_N,
-                N_STEPS, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+                n_start, d_out, plane, num_rows, tasks_ptr + task * 16, following, b_offsets, f_n,
+                CELL, CHUNK, ROWS_N, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
         elif num_tiles == 1:
             f0, f1, f2, f3 = _expand_row(
@@ -509,7 +509,7 @@ def sgmv_expand(
     if choice.is_decode:
         expand_decode_kernel[(lists.decode_grid(group.num_tasks, choice),)](
             planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
-            layer_start, y.stride(0), ROWS_N=choice.rows_n, N_STEPS=choice.n_steps,
+            layer_start, y.stride(0), ROWS_N=choice.rows_n, BLOCKS=choice.n_steps > 1,
             STAGES=choice.expand_stages, ROW_SPLITS=choice.row_splits,
             # Of a sum's first two products the compiler fuses either, and not the same one for
             # every BLOCK_N: bits would depend on the batch.

@@ -8,7 +8,8 @@ kernel writes them out, in place, as
                            each of the `row_splits` parts that its share of K is cut into
     tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
                            in y / y_unit, first row, number of rows, first plane row, the module's
-                           d_out / y_unit, cells of the first four tiles (-1: none), 0, 0, 0, 0
+                           d_out / y_unit, cells of the first four tiles (-1: none), columns / 16,
+                           0, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
@@ -99,6 +100,7 @@ def write_lists_kernel(
             tl.store(to + 5, at * 0 + rows, mask=mask)
             tl.store(to + 6, at * 0 + plane, mask=mask)
             tl.store(to + 7, at * 0 + d_out, mask=mask)
+            tl.store(to + 12, at * 0 + columns, mask=mask)
             for tile in tl.static_range(4):
                 cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
                 tl.store(to + 8 + tile, at * 0 + cell, mask=mask)
@@ -211,15 +213,15 @@ def list_runs(
     parts = np.repeat(np.where(rows == 1, 1, choice.row_splits), len(modules)).astype(np.int64)
     first_tile = _before(flat * parts)
     first_cell = _before(flat)
+    d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     columns = np.full_like(flat, choice.block_n * choice.n_steps)
     if choice.is_decode:
         is_row = np.repeat(rows == 1, len(modules))
         kinds = range(SIDE_BY_SIDE + 2)
         alone = np.array([choice.columns(shape, count) for count in kinds])
-        shared = np.array([choice.shared_columns(count) for count in kinds])
         kind = np.minimum(flat, SIDE_BY_SIDE + 1)
-        columns = np.where(is_row, alone[kind], shared[kind])
-    d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
+        columns = _shared_columns(choice, kind, d_out, is_row)
+        columns = np.where(is_row, alone[kind], columns)
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
     num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
     plane_rows = flat * parts * np.repeat(rows, len(modules))
@@ -251,6 +253,24 @@ def list_runs(
     )
     totals = ((flat * parts).sum(), num_tasks.sum(), bands.sum(), plane_rows.sum())
     return _GroupRuns(run[flat > 0], cells.astype(np.int32), *(int(total) for total in totals))
+
+
+def _shared_columns(
+    choice: LoraChoice,
+    kind: npt.NDArray[np.int64],
+    d_out: npt.NDArray[np.int64],
+    is_row: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """Columns of a task of each run whose rows share an adapter: as many blocks as leave enough
+    tasks for the chip. `kind`: rank tiles, five for all that are more than four."""
+    live = ~is_row & (kind > 0)
+    blocks = choice.n_steps
+    while True:
+        widths = [choice.shared_columns(count, blocks) for count in range(SIDE_BY_SIDE + 2)]
+        columns = np.array(widths)[kind]
+        if blocks == 1 or int((-(-d_out // columns))[live].sum()) >= choice.wanted_tasks:
+            return columns
+        blocks //= 2
 
 
 class WorkLists:
@@ -340,7 +360,7 @@ class WorkLists:
             tasks = num_tokens * sum(-(-d_out // columns) for d_out in group.shape.d_outs)
             # Rows that share an adapter take narrower columns: four to an adapter, as many programs
             # as run at once.
-            width = group.choice.shared_columns(tiles)
+            width = group.choice.shared_columns(tiles, 1)
             shared = sum(-(-d_out // width) for d_out in group.shape.d_outs)
             shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
             room = self._capacity[name]

@@ -71,10 +71,14 @@ def test_shared_rows_in_parts_of_a_share_of_k(
     check(fleet, [7, 3, 0, 7, 3, 6, 6], "qkv", 10, [0])
 
 
-def test_shared_rows_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One to five rank tiles; the last block of a task and the last task are cut by the matrix."""
+@pytest.mark.parametrize("wanted", [1, 1000])
+def test_shared_rows_in_several_blocks_of_columns(
+    wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to five rank tiles; the last block of a task and the last task are cut by the matrix.
+    Where more tasks are wanted than there are, each has one block."""
     decode = lora_choice._decode
-    wide = {"rows_n": 64, "n_steps": 2, "row_splits": 2}
+    wide = {"rows_n": 64, "n_steps": 2, "row_splits": 2, "wanted_tasks": wanted}
     monkeypatch.setattr(lora_choice, "_decode", lambda *given: replace(decode(*given), **wide))
     fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 32 * PAGE_BYTES, torch.float32, seed=4)
     slots = [3] * 2 + [7] * 5 + [4] * 3 + [1] + [6] * 2 + [5] * 2 + [2, 2]
@@ -82,6 +86,10 @@ def test_shared_rows_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatc
     segments.build(slots)
     choice = segments.lists(fleet.table).groups["gate_up"].choice
     assert (choice.rows_n, choice.n_steps) == (64, 2)
+    tasks = segments.lists(fleet.table).groups["gate_up"].tasks
+    # Rows of slot 3 share an adapter of one rank tile.
+    (width,) = {int(task[12]) * 16 for task in tasks if task[1] == 1 and task[5] == 2}
+    assert width == (128 if wanted == 1 else 64)
     check(fleet, slots, "gate_up", 9, [1])
 
 

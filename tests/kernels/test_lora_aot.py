@@ -107,7 +107,7 @@ def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     }
     if choice.is_decode:
         fixed |= {"ROWS_N": choice.rows_n, "ROW_SPLITS": choice.row_splits}
-        fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
+        fixed |= {"BLOCKS": choice.n_steps > 1, "STAGES": choice.expand_stages}
         return expand_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
     return expand_prefill_kernel, {**signature, "plane_rows": "i32"}, fixed
