@@ -76,17 +76,14 @@ PREFILL_CHOICES: tuple[Mapping[str, Any], ...] = (
     *(
         {"block_n": block_n, "n_steps": steps, "expand_stages": stages, "expand_warps": warps}
         for block_n, steps, stages, warps in (
-            (64, 8, 2, 4),
+            (64, 4, 4, 4),
             (64, 8, 3, 4),
             (64, 8, 4, 4),
-            (64, 16, 3, 4),
-            (128, 4, 2, 4),
+            (64, 16, 4, 4),
             (128, 4, 3, 4),
-            (128, 4, 3, 8),
-            (128, 8, 2, 8),
         )
     ),
-    *({"block_k": 64, "k_steps": span // 64, "block_n": 64, "n_steps": 8} for span in (1024, 4096)),
+    *({"block_k": 64, "k_steps": span // 64} for span in (1024, 4096)),
 )
 
 
