@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multilora_cli.engine.batch import BatchBuilder, late_tokens
+from multilora_cli.engine.batch import BatchBuilder, late_tokens, single_tokens
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.decode_graphs import Captured, Progress, Record
 from multilora_cli.engine.page_rows import PageRows, table_columns
@@ -143,7 +143,7 @@ class PromptGraphs:
         and which of them is each row's."""
         step = self._step_for(rows)
         assert step is not None
-        num_decodes = sum(row.length == 1 for row in rows)
+        num_decodes = len(rows) - _num_chunks(rows)
         chunks = range(step.decodes, step.decodes + len(rows) - num_decodes)
         sequences = [*range(num_decodes), *chunks]
         slots = np.zeros(step.num_tokens, dtype=np.int32)
@@ -171,32 +171,41 @@ class PromptGraphs:
         lengths, starts, last_rows = by_sequence[0], by_sequence[1], by_sequence[2]
         starts[: step.decodes + 1] = np.arange(step.decodes + 1)
         table = self._pages.update(rows, sequences, step.decodes + MAX_CHUNKS)
+        owners = np.zeros(layout.tokens, dtype=np.int32)  # the sequence of every token
+        count = len(rows) - _num_chunks(rows)
+        by_token[0, :count], by_token[1, :count] = single_tokens(rows[:count])
+        by_token[2, :count] = [row.start for row in rows[:count]]
+        slots[:count] = [row.sequence.slot for row in rows[:count]]
+        owners[:count] = last_rows[:count] = np.arange(count)
+        lengths[:count] = by_token[2, :count] + 1
         end = step.decodes
-        for row, sequence in zip(rows, sequences, strict=True):
-            begin = sequence if row.length == 1 else end
-            part = slice(begin, begin + row.length)
-            positions = np.arange(row.start, row.start + row.length)
-            if row.length == 1 and row.sequence.num_pending:
-                by_token[1, begin] = row.sequence.pending_at
-            else:
-                by_token[0, part] = row.sequence.tokens[row.start : row.start + row.length]
-            by_token[2, part] = positions
-            pages = table[sequence, positions // BLOCK_TOKENS]
-            by_token[3, part] = pages * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        for row, sequence in zip(rows[count:], sequences[count:], strict=True):
+            part, stop = slice(end, end + row.length), row.start + row.length
+            by_token[0, part] = row.sequence.tokens[row.start : stop]
+            by_token[2, part] = np.arange(row.start, stop)
             slots[part] = row.sequence.slot
-            lengths[sequence] = row.start + row.length
+            owners[part] = sequence
+            lengths[sequence] = stop
             last_rows[sequence] = part.stop - 1
-            if row.length > 1:
-                end = starts[sequence + 1] = part.stop
+            end = starts[sequence + 1] = part.stop
+        for part in (slice(count), slice(step.decodes, end)):
+            pages, places = np.divmod(by_token[2, part], BLOCK_TOKENS)
+            by_token[3, part] = table[owners[part], pages] * BLOCK_TOKENS + places
         starts[sequences[-1] + 2 : step.decodes + MAX_CHUNKS + 1] = end  # chunks without tokens
         by_sequence[3, 0] = table.shape[1]
         return np.concatenate([by_token.reshape(-1), by_sequence.reshape(-1), table.reshape(-1)])
 
     def _step_for(self, rows: Sequence[ScheduledRow]) -> PromptStep | None:
         """The smallest captured step with room for these rows."""
-        num_decodes = sum(row.length == 1 for row in rows)
-        num_tokens = sum(row.length for row in rows) - num_decodes
-        if not num_tokens or len(rows) - num_decodes > MAX_CHUNKS:
+        num_chunks = _num_chunks(rows)
+        num_decodes = len(rows) - num_chunks
+        num_tokens = sum(row.length for row in rows[num_decodes:])
+        if not num_tokens or num_chunks > MAX_CHUNKS:
             return None
         fitting = (s for s in self._steps if s.decodes >= num_decodes and s.tokens >= num_tokens)
         return next(fitting, None)
+
+
+def _num_chunks(rows: Sequence[ScheduledRow]) -> int:
+    """Rows of more than one token: the last ones."""
+    return next((n for n, row in enumerate(reversed(rows)) if row.length == 1), len(rows))
