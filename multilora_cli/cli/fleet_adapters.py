@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from multilora_cli.adapters.source import make_dummies, resolve_source
+from multilora_cli.adapters.source import make_dummies, resolve_source, shape_alone
 from multilora_cli.cli.base import cache_folder, open_store
 from multilora_cli.errors import BadInput, MloraError
 from multilora_cli.fleet.expand import expand_adapters
@@ -25,22 +25,28 @@ def read_fleet_adapters(
     geometry: ModelGeometry,
     read: Callable[[Path], _T],
     only: Collection[str] = (),
+    *,
+    headers_only: bool = False,
 ) -> Iterator[tuple[Adapter, _T | MloraError]]:
     """Every adapter that the fleet names, in its order, with what `read` makes of its folder.
 
     An adapter that cannot be had or read comes with the error; the others go on. `only`: just
-    these. Raises BadInput for a name that the fleet does not have.
+    these; `headers_only`: random adapters are not given their numbers. Raises BadInput for a name
+    that the fleet does not have.
     """
     adapters = _chosen(expand_adapters(loaded), only)
     store = open_store(loaded, adapters)
     check_text = _text_checker(adapters, geometry)
-    make_dummies((adapter.source for adapter in adapters), geometry, cache_folder() / "dummy")
+    sources = [adapter.source for adapter in adapters]
+    if headers_only:
+        sources = [shape_alone(source) for source in sources]
+    make_dummies(sources, geometry, cache_folder() / "dummy")
     try:
-        for adapter in adapters:
+        for adapter, source in zip(adapters, sources, strict=True):
             request = request_of(adapter)
             try:
                 folder = resolve_source(
-                    adapter.source,
+                    source,
                     relative_to=loaded.folder,
                     geometry=geometry,
                     cache=cache_folder() / "dummy",

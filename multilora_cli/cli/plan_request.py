@@ -146,7 +146,8 @@ def _adapters(
     limit = loaded.fleet.limits.max_lora_rank
     surveyor = Surveyor(geometry, max_rank=limit, base_folder=base_folder)
     shapes, faults, lines = [], [], []
-    for adapter, found in read_fleet_adapters(loaded, geometry, surveyor.survey):
+    found_of = read_fleet_adapters(loaded, geometry, surveyor.survey, headers_only=True)
+    for adapter, found in found_of:
         if isinstance(found, MloraError):
             faults.append(found)
             lines.append(found.of_adapter(adapter.name))

@@ -110,3 +110,19 @@ def test_only_some_arms_in_the_order_asked_for() -> None:
     assert kept.notes == ("a is new", "all are equal")
     with pytest.raises(BadInput, match="--compare d: expected some of a, b, c"):
         only(program, ["a", "d"])
+
+
+def test_a_plan_of_random_adapters_writes_none_of_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 adapters of an 8B are 5 GiB; a plan reads their headers, which are all the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make(tmp_path / "8b", "--model", "llama-3-8b")
+    request = plan_request(tmp_path / "8b" / "fleet.yaml", (), None, None)
+    assert len({adapter.name for adapter in request.adapters}) == 64
+    assert {request.cost(a.ranks).parameters for a in request.adapters} == {41_943_040}
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_blocks * 512 for path in files) < 4 * 2**20
+    with pytest.raises(BadInput, match="targets: found 'most'"):
+        settings = ["adapters=[{name: a, source: 'dummy:targets=most'}]"]
+        plan_request(tmp_path / "8b" / "fleet.yaml", settings, None, None)

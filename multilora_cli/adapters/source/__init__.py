@@ -5,7 +5,7 @@ from pathlib import Path
 
 from multilora_cli.adapters.source.base import Source, SourceContext
 from multilora_cli.adapters.source.demo import DemoSource
-from multilora_cli.adapters.source.dummy import DummySource, make_dummies
+from multilora_cli.adapters.source.dummy import DummySource, make_dummies, shape_alone
 from multilora_cli.adapters.source.hub import open_hub, parse_hub
 from multilora_cli.adapters.source.local import LocalSource
 from multilora_cli.adapters.source.remote import Fetched, RemoteSource
@@ -69,4 +69,5 @@ def resolve_source(
 
 __all__ = [
     "REMOTE", "Fetched", "Source", "SourceContext", "is_remote", "make_dummies", "resolve_source",
+    "shape_alone",
 ]  # fmt: skip

@@ -81,6 +81,18 @@ def make_dummies(sources: Iterable[str], geometry: ModelGeometry, cache: Path) -
             pass
 
 
+def shape_alone(source: str) -> str:
+    """A `dummy:` source of the same shape with numbers in one layer, the same for all of a shape:
+    for who reads headers alone. Any other source, and a wrong one, as it is."""
+    if not source.startswith("dummy:"):
+        return source
+    try:
+        spec = parse_spec(source.removeprefix("dummy:"))
+    except AdapterError:
+        return source
+    return f"dummy:rank={spec.rank},alpha={spec.alpha},targets={'+'.join(spec.targets)},layers=1"
+
+
 def parse_spec(text: str) -> DummySpec:
     """The parsed text after `dummy:`. Raises AdapterError."""
     fields: dict[str, str] = {}
