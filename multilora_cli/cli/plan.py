@@ -125,7 +125,8 @@ def _plan_value(plan: "FleetPlan | str") -> object:
 
 def _values(setting: str) -> tuple[str, list[str]]:
     key, _, value = setting.partition("=")
-    return key, value.split(",")
+    is_nested = value.strip()[:1] in ("[", "{")  # whose commas part no what-ifs
+    return key, [value] if is_nested else value.split(",")
 
 
 def _card(gpu: str | None, gpu_memory: str | None) -> "Gpu | None":

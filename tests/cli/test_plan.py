@@ -105,6 +105,12 @@ def test_a_trace_is_read_before_anything_is_said(fleet: Path) -> None:
     assert unknown.exit_code == 2 and unknown.stdout == "" and "'who'" in unknown.stderr
 
 
+def test_a_list_in_a_setting_is_one_value(fleet: Path) -> None:
+    entry = "adapters=[{name: a, source: 'dummy:rank=8,targets=attention'}]"
+    plan = planned(fleet, "--gpu", "h200", "--set", entry)
+    assert [(a["name"], a["rank"]) for a in plan["adapters"]] == [("a", 8)]
+
+
 def test_a_plan_for_a_cpu_is_what_its_engine_takes() -> None:
     """One rule for the pool beside a base, on this machine's memory."""
     from multilora_cli.cli.startup import prepare
