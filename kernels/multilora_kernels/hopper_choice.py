@@ -1,6 +1,6 @@
 """How `awq_hopper` is launched: the tile, and how many programs share its K. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from multilora_kernels.chip import Chip, tuned_table
@@ -11,9 +11,6 @@ OP = "awq_hopper"
 MIN_ROWS = 65
 # More rows are widened once and multiplied by the library.
 _MAX_ROWS = 256
-# What a launch takes beside its steps, in steps of 256 x 128 x 128: filling the pipeline and
-# writing the product; and for partials, a launch of its own and each of their planes.
-_START, _PARTIALS, _PLANE = 3.0, 2.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,13 @@ class HopperLaunch:
         return 4 * tiles_m * self.block_m * tiles_n * self.block_n * split if split > 1 else 0
 
 
+# Tiles, and the microseconds of one of their steps of 128 inputs (H200, every multiprocessor busy).
+_FORMS = ((HopperLaunch(), 1.8), (HopperLaunch(block_n=128, num_stages=5), 1.05))
+# Microseconds: filling the pipeline and writing the product; the second launch that adds
+# partials, and each MB of them.
+_START, _SUM, _SUM_MB = 1.5, 2.0, 0.6
+
+
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
     """Launch of x [m, k] times weights [n, k]; None where it does not run or another way is
@@ -50,16 +54,16 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
     tuned = tuned_table(chip, OP).get(f"n{n}-k{k}-m{1 << (m - 1).bit_length()}")
     if tuned is not None:
         return HopperLaunch(**tuned)
-    tiles_m, tiles_n, _ = HopperLaunch().grid(m, n)
-    return HopperLaunch(split_k=_choose_split(tiles_m * tiles_n, k // BLOCK_K, chip.num_sms))
 
+    def cost(choice: tuple[HopperLaunch, float]) -> float:
+        launch, step_us = choice
+        rows, outputs, split = launch.grid(m, n)
+        turns = -(-rows * outputs * split // chip.num_sms)
+        steps = -(-(k // BLOCK_K) // split)
+        sums = _SUM + _SUM_MB * launch.partial_bytes(m, n) / 1e6 if split > 1 else 0.0
+        return turns * (steps * step_us + _START) + sums
 
-def _choose_split(tiles: int, blocks: int, num_sms: int) -> int:
-    """How many programs share the K of a tile, one program to a multiprocessor."""
-
-    def cost(split: int) -> float:
-        turns = -(-tiles * split // num_sms)
-        beside = _PARTIALS + _PLANE * split if split > 1 else 0.0
-        return turns * (-(-blocks // split) + _START) + beside
-
-    return min(range(1, min(8, blocks) + 1), key=cost)
+    splits = range(1, min(8, k // BLOCK_K) + 1)
+    return min(
+        ((replace(form, split_k=split), us) for form, us in _FORMS for split in splits), key=cost
+    )[0]

@@ -115,11 +115,11 @@ def tables(records: Sequence[Mapping[str, Any]], peers: Mapping[str, Any]) -> It
         yield f"**{op}**, us"
         yield ""
         yield from _table(figures_of(records, op), ("cuBLAS bf16",), {}, ())
-    wide = ("best tile", "awq_gemm before", "dequantise all + cuBLAS", "cuBLAS bf16")
     yield ""
-    yield "**awq_wide**, us"
+    yield "**awq_hopper**, us"
     yield ""
-    yield from _by_shape(records, "awq_wide", ("proj", "M"), wide)
+    hopper = ("ours", "awq_gemm before", "dequantise slices + cuBLAS", "cuBLAS bf16")
+    yield from _by_shape(records, "awq_hopper", ("proj", "M"), hopper)
     layer = (
         "before",
         "tiles searched",
