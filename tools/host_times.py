@@ -3,11 +3,12 @@
     python tools/host_times.py                       # an 8B on the first card
     python tools/host_times.py --model tiny --device cpu --rows 4,8
     python tools/host_times.py --parts start         # the start alone
+    python tools/host_times.py --table docs/benchmarks/host-h200.jsonl    # docs/benchmarks.md
 
-start: seconds by phase, those of one capture by what they are spent on, modules whose import takes
-longest. steps: milliseconds the host takes for a step that only decodes, by phase. loads: from file
-to hot beside decoding rows, first and once more, and the longest gap between tokens. dora: the same
-of an adapter whose norms are computed over the base.
+start: seconds by phase, and those of all captures by what they are spent on. steps: milliseconds
+the host takes for a step that only decodes, by phase. loads: from file to hot beside decoding rows,
+first and once more, and the longest gap between tokens. dora: the same of an adapter whose norms
+are computed over the base.
 """
 
 import argparse
@@ -19,7 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from doc_tables import put, read
+
 STARTED = time.perf_counter()
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- host table: begin -->", "<!-- host table: end -->"
 # What a load is called -> the tier it comes from; None: never loaded.
 LOADS: tuple[tuple[str, Literal["warm", "cold"] | None], ...] = (
     ("first", None), ("known", "cold"), ("warm", "warm"),
@@ -165,8 +170,57 @@ def with_dora(folder: Path, ref: "AdapterRef", target: Path) -> "AdapterRef":
     return replace(ref, name=f"dora-{target.name}", path=str(target), digest=digest)
 
 
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """What was recorded, for docs/benchmarks.md."""
+    steps = [r for r in records if r["kind"] == "steps"]
+    lines = [
+        "| rows | | decide | launch | answer | host in all | step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in steps:
+        what = f"{r['adapters']} adapters" if r["adapters"] else "no adapter"
+        if r["temperature"]:
+            what += f", temperature {r['temperature']:g}, top_p 0.95"
+        lines.append(
+            f"| {r['rows']} | {what} | {r['schedule']:.2f} | {r['launch']:.2f} | {r['answer']:.2f}"
+            f" | {r['host_ms']:.2f} | {r['step_ms']:.2f} |"
+        )
+    lines.append("")
+    for r in (r for r in records if r["kind"] == "start"):
+        phases = ", ".join(f"{name} {r[name]:.1f}" for name in _PHASES if name in r)
+        lines.append(
+            f"- Start with {r['cache']} kernel cache, process to first token"
+            f" {r['since_process_start_s']:.1f} s: {phases}."
+        )
+    for r in (r for r in records if r["kind"] in ("loads", "dora")):
+        lines.append(
+            f"- {_LOADED[r['kind']]}, {_TIERS[r['tier']]}, beside {r['rows']} rows: hot after"
+            f" {r['median_ms']:.1f} ms (median of {r['count']}), tokens of others every"
+            f" {r['gap_ms']:.1f} ms, at most {r['longest_gap_ms']:.1f}."
+        )
+    (facts,) = (r for r in records if r["kind"] == "facts")
+    lines += ["", f"{facts['gpu']}: `{facts['command']}` (commit {facts['commit'][:7]})."]
+    return "\n".join(lines)
+
+
+_PHASES = ("torch", "import", "plan", "weights", "pool", "kernels", "steps", "graphs")
+_LOADED = {
+    "loads": "An adapter of 27 MB (rank 16 on attention)",
+    "dora": "The same with DoRA",
+}
+_TIERS = {
+    "first": "from files for the first time",
+    "known": "from files once more",
+    "warm": "from host memory",
+}
+
+
 def main(arguments: argparse.Namespace) -> None:
     """The parts that are asked for, on one engine."""
+    if arguments.table is not None:
+        put(ROOT / "docs" / "benchmarks.md", BEGIN, table(read(arguments.table)), END)
+        return
+    from multilora_cli.bench.environment import commit
     from multilora_cli.bench.neutral import Setting, Shape, make_submits
     from multilora_cli.bench.offline import Driver
     from multilora_cli.bench.offline_report import Phases, process_age_s
@@ -178,7 +232,9 @@ def main(arguments: argparse.Namespace) -> None:
     setting = Setting("loads", "rank 16 on attention", tuple(texts))
     # Room for others: an adapter that takes the place of another one waits for its last step too.
     spare = Setting("spare", "never loaded", tuple(f"{text}0000" for text in texts))
-    phases, captures = Phases(), None
+    phases, captures, torch_s = Phases(), None, 0.0
+    arguments_text = " ".join(sys.argv[1:])
+    say("facts", command=f"python tools/host_times.py {arguments_text}".strip(), commit=commit())
     with tempfile.TemporaryDirectory() as scratch:
         options = EngineOptions(
             model=arguments.model, scratch=Path(scratch), cache=Path(scratch) / "cache",
@@ -187,10 +243,9 @@ def main(arguments: argparse.Namespace) -> None:
             kv_bytes=arguments.kv_bytes, tight_bytes=2**31,
         )  # fmt: skip
         if arguments.device != "cpu":
-            phases.report("import", 0, 1)
             began = time.perf_counter()
             captures = watch_captures()
-            say("import", torch_s=time.perf_counter() - began, before_s=began - STARTED)
+            torch_s = time.perf_counter() - began
         with engine_for(options, arguments.quantization, [setting, spare], phases) as engine:
             driver, folder = Driver(engine), options.folder(arguments.quantization)
             one = make_submits(Shape(128, 1), 1, (), engine.parts.vocab_size, driver.take_ids(1))
@@ -198,7 +253,7 @@ def main(arguments: argparse.Namespace) -> None:
             seconds = {name: round(value, 3) for name, value in phases.seconds.items()}
             say(
                 "start", since_process_start_s=process_age_s(), first_token_s=first.wall_s,
-                **seconds,
+                torch=torch_s, **seconds,
             )  # fmt: skip
             if captures is not None:
                 say("captures", **captures.seconds)
@@ -231,5 +286,6 @@ if __name__ == "__main__":
     parser.add_argument("--rows", default="64,256")
     parser.add_argument("--count", type=int, default=6, help="adapters")
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--table", type=Path, help="write the table of these records and end")
     parser.add_argument("--kv-bytes", type=int, default=9 * 2**30)
     main(parser.parse_args())
