@@ -13,6 +13,7 @@ are computed over the base.
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
