@@ -27,6 +27,16 @@ class Crew:
         self._helpers = helpers
         self.buffers: deque[torch.Tensor] = deque()  # see WeightFiles
 
+    @property
+    def width(self) -> int:
+        """Most threads that work on one list of jobs.
+
+        Jobs should be about as few, in calls that take long. A thread that waits for the
+        interpreter is awake 0.05 ms and more after it is let go, and who comes back from a shorter
+        call has it again by then: of two threads whose calls take 0.1 ms one does all the work.
+        """
+        return 1 if self._executor is None else 1 + self._helpers
+
     def begin(self, job: Job) -> Job:
         """Let another thread do `job`; gives what returns once it is done, and raises what it
         raised."""

@@ -23,7 +23,6 @@ from multilora_kernels.layout import Block, ImagePlan, MatrixBlock, MatrixName, 
 
 # Saved matrices are searched for the value that is not finite a few rows at a time.
 _SEARCH_BYTES = 8 * 2**20
-_PARTS_MAX = 512  # of one read; the system takes 1,024
 
 
 def build_image(
@@ -61,7 +60,7 @@ def build_image(
     image = out.view(-1).view(dtype)
     with WeightFiles(adapter, crew.buffers) as files, files.reader() as reader:
         seen = _Seen([], []) if check_values else None
-        crew.each(_factor_jobs(adapter, plan, files, image, seen))
+        crew.each(_factor_jobs(adapter, files, _Target(plan, image, seen), crew.width))
         all_zero = not _has_products(plan, image)
         if plan.matrices:
             all_zero = all_zero and not adapter.edges.saved
@@ -73,7 +72,7 @@ def build_image(
             all_zero = all_zero and not changed_rows
         if seen is not None:
             if plan.matrices or seen.unseen:
-                crew.each(partial(seen.look, page) for page in out.view(dtype).unbind())
+                crew.each(partial(seen.look, part) for part in image.chunk(crew.width))
             if not seen.is_finite() and not _all_finite(out, dtype):
                 raise _not_finite(adapter, reader, dtype)
         if plan.vectors:
@@ -133,31 +132,29 @@ def _factors(adapter: AdapterFile, plan: ImagePlan) -> Iterator[_Factor]:
 
 
 def _factor_jobs(
-    adapter: AdapterFile,
-    plan: ImagePlan,
-    files: WeightFiles,
-    image: torch.Tensor,
-    seen: _Seen | None,
+    adapter: AdapterFile, files: WeightFiles, target: "_Target", width: int
 ) -> Iterator[Job]:
-    """One job for every piece of the files that holds factors, and one for the bytes between."""
+    """One job for the bytes between factors, and `width` for each file of them, about as long."""
     by_file: dict[Path, list[_Factor]] = {}
-    for factor in _factors(adapter, plan):
+    for factor in _factors(adapter, target.plan):
         by_file.setdefault(factor.entry.file, []).append(factor)
-    target = _Target(plan, image, seen)
-    if plan.sections.gaps:
-        yield partial(torch._foreach_zero_, [target.sections[gap] for gap in plan.sections.gaps])
+    gaps = target.plan.sections.gaps
+    if gaps:
+        yield partial(torch._foreach_zero_, [target.sections[gap] for gap in gaps])
     for factors in by_file.values():
         factors.sort(key=lambda factor: factor.entry.offset)
-        for share in _shares(factors):
+        num_bytes = sum(factor.entry.nbytes for factor in factors)
+        for share in _shares(factors, max(PIECE_BYTES, -(-num_bytes // width))):
             yield partial(_read_or_place, share, files, target)
 
 
-def _shares(factors: Sequence[_Factor]) -> Iterator[Sequence[_Factor]]:
-    """Runs of factors of one dtype that follow one another in their file, of about a piece each."""
+def _shares(factors: Sequence[_Factor], num_bytes: int) -> Iterator[Sequence[_Factor]]:
+    """Runs of factors of one dtype that follow one another in their file, of about so many bytes
+    each."""
     first, begin = 0, factors[0].entry
     for index, factor in enumerate(factors):
         entry = factor.entry
-        is_beyond = entry.offset + entry.nbytes - begin.offset > PIECE_BYTES
+        is_beyond = entry.offset + entry.nbytes - begin.offset > num_bytes
         if index > first and (is_beyond or entry.dtype != begin.dtype):
             yield factors[first:index]
             first, begin = index, entry
@@ -178,7 +175,7 @@ class _Target:
     def parts_of(self, share: Sequence[_Factor]) -> list[memoryview] | None:
         """The bytes of the image that these factors are, where it has all of them as the file has
         them, one after the other; None: they have to be placed."""
-        if FILE_DTYPES[share[0].entry.dtype] != self.image.dtype or len(share) > _PARTS_MAX:
+        if FILE_DTYPES[share[0].entry.dtype] != self.image.dtype:
             return None
         parts, end = [], share[0].entry.offset
         for factor in share:
@@ -196,7 +193,8 @@ def _read_or_place(share: Sequence[_Factor], files: WeightFiles, target: _Target
     there: to read them to other memory first took a quarter of the time."""
     parts = target.parts_of(share)
     if parts is None:
-        _place(share, files, target)
+        for piece in _shares(share, PIECE_BYTES):
+            _place(piece, files, target)
         return
     first = share[0].entry
     files.read_into(first.file, first.offset, *parts)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +35,7 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
 )  # fmt: skip
 
 _LENGTH_BYTES = 8
+_PARTS_MAX = 1024  # of one read, by the system
 _NAME_MAX = 512
 _DIMENSIONS_MAX = 8
 _DIMENSION_MAX = 2**48
@@ -117,7 +119,7 @@ class OpenFile:
         left = deque(buffer for buffer in buffers if len(buffer))
         while left:
             try:
-                count = os.preadv(self._descriptor, left, offset)
+                count = os.preadv(self._descriptor, list(islice(left, _PARTS_MAX)), offset)
             except OSError as error:
                 raise _unreadable(self.identity.path, error) from None
             if count == 0:

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from multilora_cli.adapters.crew import Crew
 from multilora_cli.adapters.digest import DigestMemory, content_digest
 from multilora_cli.adapters.image import build_image
 from multilora_cli.adapters.peft import read_adapter
@@ -283,3 +285,21 @@ def test_large_values_are_told_from_infinite_ones(
         adapter = read(folder, base)
         with pytest.raises(AdapterError, match=re.escape(name)):
             built(adapter, plan_for(adapter, geometry, dtype), dtype)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_however_many_threads_share_the_work(tmp_path: Path, stored: torch.dtype) -> None:
+    """Where the files are in the compute dtype, factors of some modules are read straight to the
+    image, others of ranks that no tile has are placed; the image is the same."""
+    base = geometry(32, 48, 2, 1, 4)
+    ranks = {(n, m): 16 if n % 2 else 7 for n in range(4) for m in base.module_shapes}
+    write_random(tmp_path / "a", base, ranks, stored)
+    adapter = read_adapter(tmp_path / "a", base, max_rank=64)
+    plan = plan_for(adapter, base, torch.bfloat16)
+    expected = built(adapter, plan, torch.bfloat16)
+    with ThreadPoolExecutor(8) as threads:
+        for helpers in (0, 1, 3, 7):
+            out = torch.full_like(expected, 255)
+            crew = Crew(threads, helpers)
+            build_image(adapter, plan, torch.bfloat16, out, crew=crew)
+            assert torch.equal(out, expected), helpers
