@@ -34,7 +34,7 @@ from multilora_kernels.launch import Chip, chip_for, chip_of, next_power_of_2, t
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 # Rows times KV heads that one launch may have; the arrival counters are allocated once.
-MAX_COUNTERS = 1 << 17
+MAX_COUNTERS = 1 << 18
 
 
 @triton.jit

@@ -44,3 +44,14 @@ def test_a_step_of_many_tokens(
             xq = torch.empty(ROWS, geometry.hidden_size, dtype=torch.float8_e4m3fn, device=CARD)
             run_scaled(xq, torch.ones(ROWS, device=CARD), weight._weight, torch.float16)
     assert len(launched) > 8 and ("scale_kernel" in launched) == (storage == "fp8")
+
+
+def test_as_many_sequences_as_limits_allow_without_grouped_heads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4,096 rows of 40 KV heads."""
+    geometry = read_geometry(config_folder("llama-2-13b", "none", tmp_path))
+    with fake_card(H200):
+        monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
+        decoder, builder = fake_engine(geometry, "none", 4096, 4096, num_layers=1)
+        largest_step(decoder, builder, 4096, 4096)
