@@ -124,13 +124,12 @@ def describe(record: Mapping[str, Any]) -> str:
     if record["kind"] == "start":
         phases = ", ".join(f"{k} {v:.2f} s" for k, v in record["start_s"].items() if v is not None)
         return f"{record['quantization']}: started: {phases}"
-    host = ", ".join(f"{name} {ms:.2f}" for name, ms in record["host_ms"].items())
-    prompts = ", ".join(f"{name} {ms:.2f}" for name, ms in record["prompt_host_ms"].items())
+    host, prompts = record["host_ms"]["step"], record["prompt_host_ms"].get("step")
+    beside = "" if prompts is None else f", {prompts:.2f} with prompts"
     return (
         f"{record['quantization']}, {record['setting']}, B={record['batch']}:"
         f" {_step_text(record)} ms/step, {record['output_tokens_per_s']:,.0f} tok/s,"
-        f" TTFT {record['ttft_last_ms']:.0f} ms, ms per step by the engine: {host};"
-        f" with prompts: {prompts}"
+        f" TTFT {record['ttft_last_ms']:.0f} ms; the engine counted {host:.2f} ms a step{beside}"
     )
 
 
@@ -141,7 +140,8 @@ def cells_table(records: Sequence[Mapping[str, Any]]) -> Table:
     rows: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for record in cells:
         rows.setdefault((record["quantization"], record["setting"]), {})[record["batch"]] = record
-    columns = ("base", "setting", *(f"B={b} ms/step (bound) tok/s" for b in batches))
+    bound = " (bound)" if any(record.get("bound_ms") is not None for record in cells) else ""
+    columns = ("base", "setting", *(f"B={b} ms/step{bound} tok/s" for b in batches))
     return columns, [
         (*key, *(_cell_text(found.get(batch)) for batch in batches)) for key, found in rows.items()
     ]
@@ -156,7 +156,7 @@ def starts_table(records: Sequence[Mapping[str, Any]]) -> Table:
         seconds = [record["start_s"].get(name) for name in names]
         texts = [_NOTHING if value is None else f"{value:.2f}" for value in seconds]
         rows.append((record["quantization"], record["settings"], *texts))
-    return ("base", "settings", *(f"{name} s" for name in names)), rows
+    return ("base", "settings", *names), rows
 
 
 def _cell_text(record: Mapping[str, Any] | None) -> str:

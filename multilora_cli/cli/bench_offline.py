@@ -302,10 +302,10 @@ def _show(console: Console, records: "Sequence[dict[str, Any]]") -> None:
 
     for title, (columns, rows) in (
         ("decode steps: ms (least possible), and tokens/s of whole batches", cells_table(records)),
-        ("starts", starts_table(records)),
+        ("starts: seconds of each phase", starts_table(records)),
     ):
         if rows:
-            console.table(columns, rows, title=title)
+            console.table(columns, rows, title=title, spare=("settings",))
             console.line()
     console.value(list(records))
 

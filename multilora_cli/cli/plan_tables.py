@@ -213,7 +213,7 @@ def _grid_cells(plan: FleetPlan | str) -> tuple[str, ...]:
         "yes" if plan.fits else "no",
         format_size(plan.memory.weights),
         f"{plan.memory.num_pages:,}",
-        f"{plan.hot_together}/{len(plan.adapters)}",
+        f"{plan.hot_together}/{len(plan.adapters)}" if plan.adapters else "-",
         f"{plan.kv_tokens:,}",
         step,
     )

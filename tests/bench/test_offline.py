@@ -325,6 +325,7 @@ def test_batches_stand_side_by_side() -> None:
            "output_tokens_per_s": 2900.0}  # fmt: skip
     columns, rows = cells_table([{**row, "batch": 16, "bound_ms": 3.6}, {**row, "batch": 1}])
     assert columns[2:] == ("B=1 ms/step (bound) tok/s", "B=16 ms/step (bound) tok/s")
+    assert cells_table([{**row, "batch": 4}])[0][2:] == ("B=4 ms/step tok/s",)
     assert rows == [("none", "base", "4.40 2,900", "4.40 (3.60) 2,900")]
 
 
