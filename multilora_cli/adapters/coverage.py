@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from multilora_cli.adapters.module_pattern import matches_key
 from multilora_cli.adapters.peft_config import AdapterConfig
+from multilora_cli.adapters.refusal import Refusal
 from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.tensor_names import (
@@ -27,8 +28,6 @@ from multilora_cli.adapters.tensor_names import (
 )
 from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
-
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 # What an unknown tensor most likely is, by a part of its name.
 _UNSUPPORTED = (
@@ -75,12 +74,12 @@ class SplitTensors(NamedTuple):
 
 
 class Coverage:
-    """Binds the tensors of one file to a base; `where` names file or folder in errors."""
+    """Binds the tensors of one adapter to a base, or refuses it."""
 
-    def __init__(self, config: AdapterConfig, geometry: ModelGeometry, where: str) -> None:
+    def __init__(self, config: AdapterConfig, geometry: ModelGeometry, refusal: Refusal) -> None:
         self._config = config
         self._geometry = geometry
-        self._where = where
+        self._refusal = refusal
         self.notes: tuple[str, ...] = ()  # for people, after `bind`
         self._shapes = dict(geometry.module_shapes)
         for fused, members in FUSED.items():
@@ -90,7 +89,9 @@ class Coverage:
     def split(self, tensors: Mapping[str, TensorEntry]) -> SplitTensors:
         """Tensors by where they belong, with their parsed names. Raises AdapterError."""
         if not tensors:
-            self._fail("holds no tensors: an empty save, as ZeRO-3 leaves behind", "empty")
+            self._refusal.adapter(
+                "holds no tensors: an empty save, as ZeRO-3 leaves behind", "empty"
+            )
         names: dict[str, TensorName] = {}
         edges: dict[str, EdgeName] = {}
         others: list[TensorEntry] = []
@@ -104,8 +105,13 @@ class Coverage:
             else:
                 others.append(entry)
         if not names and not edges:
-            lead = f"none of {len(others):,} tensors belongs to this base; the first is "
-            raise self._unknown(others[0].name, lead)
+            name = others[0].name
+            raise AdapterError(
+                f"{self._refusal.where}: none of {len(others):,} tensors belongs to this base; the"
+                f" first is tensor {quoted(name)}: {_unsupported(name)}",
+                reason="unsupported_tensor",
+                field=name,
+            )
         return SplitTensors(names, edges, tuple(others))
 
     def _is_saved(self, module: str) -> bool:
@@ -146,32 +152,19 @@ class Coverage:
         )
         return BoundTensors(weights, biases)
 
-    def unknown(self, entry: TensorEntry) -> AdapterError:
-        """The refusal of a tensor that is no LoRA factor of a known module."""
+    def refuse_unknown(self, entry: TensorEntry) -> NoReturn:
+        """Refuse a tensor that is no LoRA factor of a known module."""
         base = self._geometry
         rows = entry.shape[0] if len(entry.shape) == 2 else 0
         vocabulary = "embed_tokens" in entry.name or "lm_head" in entry.name
         if vocabulary and entry.shape[1:] == (base.hidden_size,) and rows != base.vocab_size:
-            return AdapterError(
-                f"{self._where}: tensor {quoted(entry.name)}: shape {list(entry.shape)}, the base"
-                f" has {[base.vocab_size, base.hidden_size]}: tokens were added in training, which"
-                " is not supported",
-                reason="vocabulary",
-                field=entry.name,
+            self._refusal.tensor(
+                entry.name,
+                f"shape {list(entry.shape)}, the base has {[base.vocab_size, base.hidden_size]}:"
+                " tokens were added in training, which is not supported",
+                "vocabulary",
             )
-        return self._unknown(entry.name, "")
-
-    def _unknown(self, name: str, lead: str) -> AdapterError:
-        what = next((what for part, what in _UNSUPPORTED if part in name), "an unknown tensor")
-        return AdapterError(
-            f"{self._where}: {lead}tensor {quoted(name)}: {what}, which is not supported; expected"
-            f" names such as {EXAMPLE}",
-            reason="unsupported_tensor",
-            field=name,
-        )
-
-    def _fail(self, message: str, reason: str, field: str = "") -> NoReturn:
-        raise AdapterError(f"{self._where}: {message}", reason=reason, field=field)
+        self._refusal.tensor(entry.name, _unsupported(entry.name), "unsupported_tensor")
 
     def _check_forms(self, names: Mapping[str, TensorName]) -> str:
         """All names share one prefix and one adapter segment; gives the prefix of module paths."""
@@ -179,19 +172,16 @@ class Coverage:
         forms = forms or {parsed.form: name for name, parsed in names.items()}
         if len(forms) > 1:
             one, other, *_ = forms.values()
-            self._fail(
-                f"tensor {quoted(other)}: named in another form than {quoted(one)}; one file, one"
-                " form",
-                "mixed_names",
+            self._refusal.tensor(
                 other,
+                f"named in another form than {quoted(one)}; one file, one form",
+                "mixed_names",
             )
         prefix = next(iter(forms))[0]
         for name, parsed in names.items():
             if parsed.prefix != prefix:
-                self._fail(
-                    f"tensor {quoted(name)}: its path begins otherwise than those of the factors",
-                    "mixed_names",
-                    name,
+                self._refusal.tensor(
+                    name, "its path begins otherwise than those of the factors", "mixed_names"
                 )
         while prefix.startswith("base_model.model."):
             prefix = prefix.removeprefix("base_model.model.")
@@ -201,19 +191,13 @@ class Coverage:
         for found in parts.values():
             for entry in found.values():
                 if entry.nbytes == 0:
-                    self._fail(
-                        f"tensor {quoted(entry.name)}: empty, shape {list(entry.shape)}; most"
+                    self._refusal.tensor(
+                        entry.name,
+                        f"empty, shape {list(entry.shape)}; most"
                         " likely saved from ZeRO-3 without gathering the weights",
                         "empty",
-                        entry.name,
                     )
-                if entry.dtype not in FLOAT_DTYPES:
-                    self._fail(
-                        f"tensor {quoted(entry.name)}: dtype {entry.dtype}, expected one of "
-                        + ", ".join(FLOAT_DTYPES),
-                        "dtype",
-                        entry.name,
-                    )
+                self._refusal.check_dtype(entry)
 
     def _check_base(self, parts: _Parts) -> None:
         """Layers and sizes are this base's; the error gives the first mismatch and their count."""
@@ -225,11 +209,11 @@ class Coverage:
                     mismatches.append((entry.name, problem))
         if mismatches:
             name, problem = mismatches[0]
-            self._fail(
-                f"tensor {quoted(name)}: {problem}; {len(mismatches)} of"
+            self._refusal.tensor(
+                name,
+                f"{problem}; {len(mismatches)} of"
                 f" {sum(map(len, parts.values()))} tensors do not fit: made for another base?",
                 "base_mismatch",
-                name,
             )
 
     def _mismatch(self, layer: int, module: str, part: Part, entry: TensorEntry) -> str:
@@ -258,60 +242,38 @@ class Coverage:
         a, b = found["A"], found["B"]
         rank = a.shape[0]
         if b.shape[1] != rank:
-            self._fail(
-                f"tensor {quoted(b.name)}: rank {b.shape[1]}, its lora_A has rank {rank}",
-                "rank",
-                b.name,
-            )
+            self._refusal.tensor(b.name, f"rank {b.shape[1]}, its lora_A has rank {rank}", "rank")
         if rank > max_rank:
-            self._fail(
-                f"tensor {quoted(a.name)}: rank {rank}, the limit max_lora_rank is {max_rank}",
-                "rank",
-                a.name,
+            self._refusal.tensor(
+                a.name, f"rank {rank}, the limit max_lora_rank is {max_rank}", "rank"
             )
         declared = self._config.rank_of(path)
         if declared != rank:
-            self._fail(
-                f"tensor {quoted(a.name)}: rank {rank}, the config (r, rank_pattern) says"
-                f" {declared}",
-                "rank",
-                a.name,
+            self._refusal.tensor(
+                a.name, f"rank {rank}, the config (r, rank_pattern) says {declared}", "rank"
             )
         scaling = self._config.scaling_of(path, rank)
         return ModuleWeights(a, b, rank, scaling, found.get("magnitude"), found.get("lora_bias"))
 
     def _check_parts(self, path: str, found: Mapping[Part, TensorEntry]) -> None:
         """Both factors are there, and what the config says goes with them."""
-        first = next(iter(found.values()))
-        for part in ("A", "B"):
-            if part not in found:
-                self._fail(
-                    f"tensor {quoted(first.name)}: has no lora_{part} beside it",
-                    "unpaired",
-                    first.name,
-                )
+        self._refusal.check_pair(found)
         expected: tuple[tuple[Part, str, bool, str], ...] = (
             ("magnitude", "use_dora", self._config.use_dora, "lora_magnitude_vector"),
             ("lora_bias", "lora_bias", self._config.lora_bias, "lora_B.bias"),
         )
         for part, field, wanted, tensor in expected:
             if wanted and part not in found:
-                self._fail(f"{field}: {path} has no {tensor}", "missing_tensors", field)
+                self._refusal.field(field, f"{path} has no {tensor}", "missing_tensors")
             if part in found and not wanted:
                 name = found[part].name
-                self._fail(
-                    f"tensor {quoted(name)}: the config does not say {field}: true",
-                    "not_declared",
-                    name,
-                )
+                self._refusal.tensor(name, f"the config does not say {field}: true", "not_declared")
 
     def _enter(self, target: dict[_Key, _T], key: _Key, value: _T, entry: TensorEntry) -> None:
         """Put `value` at `key`; a module may not come fused and alone."""
         if key in target:
-            self._fail(
-                f"tensor {quoted(entry.name)}: layer {key[0]} has {key[1]} twice, fused and alone",
-                "duplicate",
-                entry.name,
+            self._refusal.tensor(
+                entry.name, f"layer {key[0]} has {key[1]} twice, fused and alone", "duplicate"
             )
         target[key] = value
 
@@ -330,14 +292,10 @@ class Coverage:
 
     def _cut(self, module: str, entry: TensorEntry) -> Iterator[tuple[str, TensorEntry]]:
         """`entry` [d_out, ...] by the modules whose rows it holds."""
-        row_bytes = entry.nbytes // entry.shape[0]
         row = 0
         for member in FUSED.get(module, (module,)):
             rows = self._shapes[member][1]
-            yield member, TensorEntry(
-                entry.name, entry.file, entry.dtype, (rows, *entry.shape[1:]),
-                entry.offset + row * row_bytes, rows * row_bytes,
-            )  # fmt: skip
+            yield member, entry.rows(row, row + rows)
             row += rows
 
     def _check_biases(
@@ -351,19 +309,18 @@ class Coverage:
             wanted = {key for key in wanted if mode == "lora_only" and key in weights}
         for key, entry in biases.items():
             if key not in wanted:
-                self._fail(
-                    f"tensor {quoted(entry.name)}: a trained bias, which the config's bias:"
-                    f" {mode} leaves out",
-                    "not_declared",
+                self._refusal.tensor(
                     entry.name,
+                    f"a trained bias, which the config's bias: {mode} leaves out",
+                    "not_declared",
                 )
         if biases and wanted - biases.keys():
             layer, module = min(wanted - biases.keys())
-            self._fail(
-                f"bias: {mode} is declared but layer {layer} {module} has no bias; {len(biases)} of"
+            self._refusal.field(
+                "bias",
+                f"{mode} is declared but layer {layer} {module} has no bias; {len(biases)} of"
                 f" {len(wanted)} are there",
                 "missing_tensors",
-                "bias",
             )
         if wanted and not biases:  # older versions of PEFT saved none
             return (f"bias: {mode} is declared but none is stored: the base's are used",)
@@ -381,11 +338,10 @@ class Coverage:
             path = module_path(prefix, layer, module)
             if not targets(path):
                 name = found["A"].name
-                self._fail(
-                    f"tensor {quoted(name)}: target_modules, exclude_modules and"
-                    f" layers_to_transform leave {path} out",
-                    "not_declared",
+                self._refusal.tensor(
                     name,
+                    f"target_modules, exclude_modules and layers_to_transform leave {path} out",
+                    "not_declared",
                 )
         declared = [
             path
@@ -396,11 +352,11 @@ class Coverage:
             and (layer, module) not in weights
         ]
         if declared:
-            self._fail(
-                f"target_modules: {declared[0]} is declared but has no tensors;"
+            self._refusal.field(
+                "target_modules",
+                f"{declared[0]} is declared but has no tensors;"
                 f" {len(declared)} modules are missing, {len(weights)} are there",
                 "missing_tensors",
-                "target_modules",
             )
 
     def _unused_patterns(self, prefix: str, adapted: _Parts) -> Iterator[tuple[str, str]]:
@@ -415,3 +371,9 @@ class Coverage:
                 paths += (module_path(prefix, *module) for module in adapted)
                 if not any(matches_key(key, path) for path in paths):
                     yield field, key
+
+
+def _unsupported(name: str) -> str:
+    """What is wrong with a tensor that belongs to no module that is served."""
+    what = next((what for part, what in _UNSUPPORTED if part in name), "an unknown tensor")
+    return f"{what}, which is not supported; expected names such as {EXAMPLE}"

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
 
-from multilora_cli.adapters.coverage import FLOAT_DTYPES
 from multilora_cli.adapters.peft_config import AdapterConfig
+from multilora_cli.adapters.refusal import Refusal
 from multilora_cli.adapters.safetensors_header import TensorEntry
 from multilora_cli.adapters.strict_json import quoted
 from multilora_cli.adapters.tensor_names import EDGES, EdgeModule, EdgeName, Part
-from multilora_cli.errors import AdapterError
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_kernels.layout import MAX_RANK, MatrixName
 
@@ -69,12 +67,12 @@ _Parts = Mapping[Part, TensorEntry]
 
 
 class EdgeBinder:
-    """Binds tensors of embedding and head to a base; `where` names file or folder in errors."""
+    """Binds tensors of embedding and head to a base, or refuses the adapter."""
 
-    def __init__(self, config: AdapterConfig, geometry: ModelGeometry, where: str) -> None:
+    def __init__(self, config: AdapterConfig, geometry: ModelGeometry, refusal: Refusal) -> None:
         self._config = config
         self._geometry = geometry
-        self._where = where
+        self._refusal = refusal
 
     def bind(
         self, names: Mapping[str, EdgeName], tensors: Mapping[str, TensorEntry], max_rank: int
@@ -84,9 +82,7 @@ class EdgeBinder:
         for name, parsed in names.items():
             found = parts.setdefault(parsed.module, {})
             if parsed.part in found:
-                self._fail(
-                    f"tensor {quoted(name)}: {parsed.module} has it twice", "duplicate", name
-                )
+                self._refusal.tensor(name, f"{parsed.module} has it twice", "duplicate")
             found[parsed.part] = tensors[name]
         lora: dict[EdgeModule, EdgeWeights] = {}
         saved: dict[EdgeModule, TensorEntry] = {}
@@ -113,10 +109,8 @@ class EdgeBinder:
         elif len(tokens) > MAX_RANK:
             problem = f"{len(tokens):,} tokens, at most {MAX_RANK} are served; save the matrix"
         if problem:
-            self._fail(
-                f"trainable_token_indices: tensor {quoted(entry.name)}: {problem}",
-                "unsupported",
-                "trainable_token_indices",
+            self._refusal.field(
+                "trainable_token_indices", f"tensor {quoted(entry.name)}: {problem}", "unsupported"
             )
         self._check_shape(entry, [len(tokens), self._geometry.hidden_size])
         return TokenRows(entry, tokens)
@@ -125,40 +119,35 @@ class EdgeBinder:
         """What is declared is there; on a tied base the embedding's rows are the head's too."""
         for module in self._config.token_indices:
             if module not in rows:
-                self._fail(
-                    f"trainable_token_indices: {module} has no trainable_tokens_delta",
-                    "missing_tensors",
+                self._refusal.field(
                     "trainable_token_indices",
+                    f"{module} has no trainable_tokens_delta",
+                    "missing_tensors",
                 )
         if self._geometry.tie_word_embeddings and set(rows) == {"embed_tokens"}:
             if has_others:
-                self._fail(
-                    "trainable_token_indices: on a tied base they cannot be combined with an"
+                self._refusal.field(
+                    "trainable_token_indices",
+                    "on a tied base they cannot be combined with an"
                     " adapted or saved embedding or head",
                     "unsupported",
-                    "trainable_token_indices",
                 )
             rows["lm_head"] = rows["embed_tokens"]
-
-    def _fail(self, message: str, reason: str, field: str = "") -> NoReturn:
-        raise AdapterError(f"{self._where}: {message}", reason=reason, field=field)
 
     def _saved(self, module: EdgeModule, found: _Parts) -> TensorEntry:
         entry = found["weight"]
         if len(found) > 1:
-            self._fail(
-                f"tensor {quoted(entry.name)}: {module} is saved whole and adapted too",
-                "duplicate",
-                entry.name,
+            self._refusal.tensor(
+                entry.name, f"{module} is saved whole and adapted too", "duplicate"
             )
         wanted = [self._geometry.vocab_size, self._geometry.hidden_size]
         if entry.shape[1:] == (wanted[1],) and entry.shape[0] != wanted[0]:
-            self._fail(
-                f"tensor {quoted(entry.name)}: shape {list(entry.shape)}, the base has {wanted}:"
+            self._refusal.tensor(
+                entry.name,
+                f"shape {list(entry.shape)}, the base has {wanted}:"
                 " tokens were added in training, which is not supported; serve a base with"
                 " resized embeddings, and the adapter without them",
                 "vocabulary",
-                entry.name,
             )
         self._check_shape(entry, wanted)
         return entry
@@ -175,41 +164,26 @@ class EdgeBinder:
         declared = self._config.rank_of(path)
         if declared != rank or not 0 < rank <= max_rank:
             limit = f"the config says {declared}" if declared != rank else f"the limit {max_rank}"
-            self._fail(f"tensor {quoted(a.name)}: rank {rank}, {limit}", "rank", a.name)
+            self._refusal.tensor(a.name, f"rank {rank}, {limit}", "rank")
         return EdgeWeights(a, b, rank, self._config.scaling_of(path, rank))
 
     def _check_parts(self, module: EdgeModule, found: _Parts) -> None:
         first = next(iter(found.values()))
         for part, what in (("magnitude", "DoRA (use_dora)"), ("lora_bias", "lora_bias")):
             if part in found:
-                self._fail(
-                    f"tensor {quoted(first.name)}: {what} on {module} is not supported; leave"
-                    f" {module} out of target_modules",
+                self._refusal.tensor(
+                    first.name,
+                    f"{what} on {module} is not supported; leave {module} out of target_modules",
                     "unsupported",
-                    first.name,
                 )
-        for part in ("A", "B"):
-            if part not in found:
-                self._fail(
-                    f"tensor {quoted(first.name)}: has no {part} factor beside it",
-                    "unpaired",
-                    first.name,
-                )
+        self._refusal.check_pair(found)
 
     def _check_shape(self, entry: TensorEntry, wanted: list[int]) -> None:
         if list(entry.shape) != wanted or entry.nbytes == 0:
-            self._fail(
-                f"tensor {quoted(entry.name)}: shape {list(entry.shape)}, the base needs {wanted}",
-                "base_mismatch",
-                entry.name,
+            self._refusal.tensor(
+                entry.name, f"shape {list(entry.shape)}, the base needs {wanted}", "base_mismatch"
             )
-        if entry.dtype not in FLOAT_DTYPES:
-            self._fail(
-                f"tensor {quoted(entry.name)}: dtype {entry.dtype}, expected one of "
-                + ", ".join(FLOAT_DTYPES),
-                "dtype",
-                entry.name,
-            )
+        self._refusal.check_dtype(entry)
 
     def _path(self, module: EdgeModule) -> str:
         return "lm_head" if module == "lm_head" else "model.embed_tokens"
@@ -221,26 +195,24 @@ class EdgeBinder:
         for module in EDGES:
             if self._config.targets(self._path(module)) != (module in lora):
                 what = "is adapted but left out" if module in lora else "has no tensors"
-                self._fail(f"target_modules: {module} {what}", "missing_tensors", "target_modules")
+                self._refusal.field("target_modules", f"{module} {what}", "missing_tensors")
         if lora and self._config.ensure_weight_tying and self._geometry.tie_word_embeddings:
-            self._fail(
-                "ensure_weight_tying: one LoRA shared by embedding and head is not supported;"
+            self._refusal.field(
+                "ensure_weight_tying",
+                "one LoRA shared by embedding and head is not supported;"
                 " train with target_modules that name the projections alone",
                 "unsupported",
-                "ensure_weight_tying",
             )
         for named in self._config.modules_to_save:
             name = named.rpartition(".")[2]
             if name not in EDGES:
-                self._fail(
-                    f"modules_to_save: found {quoted(named)}: of whole modules only embed_tokens"
+                self._refusal.field(
+                    "modules_to_save",
+                    f"found {quoted(named)}: of whole modules only embed_tokens"
                     " and lm_head are served; train that module as LoRA, or merge it into a base",
                     "unsupported",
-                    "modules_to_save",
                 )
             if name not in saved:
-                self._fail(
-                    f"modules_to_save: {name} is declared but has no tensor",
-                    "missing_tensors",
-                    "modules_to_save",
+                self._refusal.field(
+                    "modules_to_save", f"{name} is declared but has no tensor", "missing_tensors"
                 )

@@ -17,6 +17,7 @@ from multilora_cli.adapters.peft_config import (
     AdapterConfig,
     parse_config,
 )
+from multilora_cli.adapters.refusal import Refusal
 from multilora_cli.adapters.safetensors_header import (
     FileIdentity,
     SafetensorsError,
@@ -129,10 +130,11 @@ def read_adapter(
         config = parse_config(raw, str(folder / CONFIG_NAME))
         headers, file_notes = _read_headers(folder)
         tensors = _merged(headers)
-        coverage = Coverage(config, geometry, str(folder))
+        refusal = Refusal(str(folder))
+        coverage = Coverage(config, geometry, refusal)
         split = coverage.split(tensors)
         copies = _check_others(coverage, split.others, geometry, base_folder)
-        edges = EdgeBinder(config, geometry, str(folder)).bind(split.edges, tensors, max_rank)
+        edges = EdgeBinder(config, geometry, refusal).bind(split.edges, tensors, max_rank)
         bound = coverage.bind(split.names, tensors, max_rank)
     extras, shapes = _extras(bound, edges, geometry), geometry.module_shapes
     return AdapterFile(
@@ -292,7 +294,7 @@ def _check_others(
         if different is None:
             return (f"{len(others)} copies of base tensors are ignored",)
         changed = different
-    raise coverage.unknown(changed)
+    coverage.refuse_unknown(changed)
 
 
 def _is_copy_by_name(entry: TensorEntry, shape: tuple[int, int]) -> bool:

@@ -90,6 +90,15 @@ class TensorEntry(NamedTuple):
     offset: int
     nbytes: int
 
+    def rows(self, start: int, stop: int) -> "TensorEntry":
+        """Rows `start` to `stop` of the first dimension: their own shape, offset and bytes."""
+        row_bytes = self.nbytes // self.shape[0]
+        return self._replace(
+            shape=(stop - start, *self.shape[1:]),
+            offset=self.offset + start * row_bytes,
+            nbytes=(stop - start) * row_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:

@@ -168,10 +168,4 @@ class WeightReader:
 
     def read_rows(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         """Rows of a matrix, like `read`."""
-        row_bytes = entry.nbytes // entry.shape[0]
-        part = entry._replace(
-            shape=(stop - start, *entry.shape[1:]),
-            offset=entry.offset + start * row_bytes,
-            nbytes=(stop - start) * row_bytes,
-        )
-        return self.read(part)
+        return self.read(entry.rows(start, stop))

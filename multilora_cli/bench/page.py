@@ -9,6 +9,7 @@ from multilora_cli.bench import svg
 from multilora_cli.bench.tables import (
     Table,
     against_table,
+    arm_name,
     describe_generator,
     describe_lengths,
     detail_table,
@@ -115,7 +116,7 @@ def cdf_plot(report: Mapping[str, Any], key: str, title: str) -> str:
         quantiles: Sequence[float] = arm["cdf"][key]
         if quantiles:
             last = len(quantiles) - 1
-            series[_name(arm)] = [(max(q, 1e-6), i / last) for i, q in enumerate(quantiles)]
+            series[arm_name(arm)] = [(max(q, 1e-6), i / last) for i, q in enumerate(quantiles)]
     return svg.lines(title, series, ("seconds", "share"), log_x=True) if series else ""
 
 
@@ -126,11 +127,11 @@ def rank_plot(report: Mapping[str, Any]) -> str:
         for group in arm["measures"]["per_rank"]:
             if group["ttft"] is not None:
                 rank = group["name"]
-                groups.setdefault(rank, {})[_name(arm)] = 1000 * group["ttft"]["mean"]
+                groups.setdefault(rank, {})[arm_name(arm)] = 1000 * group["ttft"]["mean"]
     ordered = dict(sorted(groups.items(), key=lambda item: int(item[0])))
     if not ordered:
         return ""
-    names = [_name(arm) for arm in report["arms"]]
+    names = [arm_name(arm) for arm in report["arms"]]
     return svg.bars("Time to first token by rank", ordered, ("rank", "mean TTFT, ms"), order=names)
 
 
@@ -152,17 +153,13 @@ def timeline_plot(arm: Mapping[str, Any]) -> str:
         marks.setdefault(mark["kind"], []).append(mark["time_s"])
     if found["errors_s"]:
         marks["error"] = found["errors_s"]
-    title = f"Timeline of {_name(arm)}"
+    title = f"Timeline of {arm_name(arm)}"
     return svg.lines(title, series, ("seconds", "tokens/s"), marks=marks)
 
 
 def _moment(created: str) -> str:
     """`2026-11-30 23:18:41 UTC` of what the report has in ISO's form."""
     return created.replace("T", " ").replace("+00:00", " UTC")
-
-
-def _name(arm: Mapping[str, Any]) -> str:
-    return f"{arm['side']} {arm['label']}".strip()
 
 
 def _section(title: str, table: Table) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from multilora_cli.bench.campaign import Pass
 from multilora_cli.bench.measure import Known, Measures, Slo, measure
 from multilora_cli.bench.series import cdf, timeline
+from multilora_cli.bench.tables import arm_name
 from multilora_cli.errors import BadInput
 
 SCHEMA = "mlora.bench/1"
@@ -183,7 +184,7 @@ def _notes(arms: Sequence[Mapping[str, Any]]) -> list[str]:
             " completed"
         )
     for arm in arms:
-        name = f"{arm['side']} {arm['label']}".strip()
+        name = arm_name(arm)
         found = arm["measures"]
         if not found["usage_counted"]:
             notes.append(f"{name}: the server tells no usage; pieces of text count as tokens")

@@ -67,6 +67,11 @@ def _only(table: Table, names: Sequence[str]) -> Table:
     return tuple(names), [tuple(row[place] for place in places) for row in rows]
 
 
+def arm_name(arm: Mapping[str, Any]) -> str:
+    """The label of an arm, behind the side it ran on where a report has two."""
+    return f"{arm['side']} {arm['label']}".strip()
+
+
 def detail_table(report: Mapping[str, Any]) -> Table:
     """What the main table has no room for."""
     columns = (
@@ -80,7 +85,7 @@ def detail_table(report: Mapping[str, Any]) -> Table:
         agrees = found["server_agrees"]
         rows.append(
             (
-                f"{arm['side']} {arm['label']}".strip(),
+                arm_name(arm),
                 _plain(found["offered_rate"], ".2f"),
                 f"{found['input_tokens_per_s']:.1f}",
                 str(found["cached_tokens"]),
@@ -119,7 +124,7 @@ def group_table(report: Mapping[str, Any], key: str, title: str) -> Table:
     columns = ("workload", title, "requests", "ok", "tokens", "TTFT p50", "TTFT p99", "ITL mean")
     rows: list[tuple[str, ...]] = [
         (
-            f"{arm['side']} {arm['label']}".strip(),
+            arm_name(arm),
             group["name"],
             str(group["requests"]),
             str(group["completed"]),
@@ -137,7 +142,7 @@ def group_table(report: Mapping[str, Any], key: str, title: str) -> Table:
 def error_table(report: Mapping[str, Any]) -> Table:
     """Errors by kind."""
     rows: list[tuple[str, ...]] = [
-        (f"{arm['side']} {arm['label']}".strip(), kind, str(count))
+        (arm_name(arm), kind, str(count))
         for arm in report["arms"]
         for kind, count in arm["measures"]["errors"].items()
     ]

@@ -16,7 +16,7 @@ import torch
 
 from multilora_cli.adapters.peft import AdapterFile
 from multilora_cli.adapters.safetensors_header import TensorEntry
-from multilora_cli.engine.parity_adapter import MergedAdapter, rows_of
+from multilora_cli.engine.parity_adapter import MergedAdapter
 from multilora_cli.layers.rotary import inverse_frequencies
 from multilora_cli.models.checkpoint import open_checkpoint
 from multilora_cli.models.quantized import QuantisedLinears
@@ -127,7 +127,7 @@ class Reference:
         known = ids.clamp(max=self._geometry.vocab_size - 1)
         unique, back = torch.unique(known, return_inverse=True)
         entry = self._entries[_EMBEDDING]
-        table = torch.cat([self._read(rows_of(entry, i, i + 1)) for i in unique.tolist()])
+        table = torch.cat([self._read(entry.rows(i, i + 1)) for i in unique.tolist()])
         x = table[back]
         for adapter, rows in self._adapted(batch):
             x[rows] = adapter.embedding(ids[rows], x[rows])
@@ -239,7 +239,7 @@ class Reference:
         for start in range(0, most, _HEAD_ROWS):
             stop = min(start + _HEAD_ROWS, vocab)
             base = (
-                self._read(rows_of(entry, start, stop))
+                self._read(entry.rows(start, stop))
                 if start < stop
                 else hidden.new_empty(0, hidden.shape[1])
             )

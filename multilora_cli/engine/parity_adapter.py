@@ -51,16 +51,6 @@ _FUSED = {
 _Place = tuple[int, str]  # layer (-1 outside of layers) and module
 
 
-def rows_of(entry: TensorEntry, start: int, stop: int) -> TensorEntry:
-    """The entry of rows `start` to `stop` of a stored tensor."""
-    row = entry.nbytes // entry.shape[0]
-    return entry._replace(
-        shape=(stop - start, *entry.shape[1:]),
-        offset=entry.offset + start * row,
-        nbytes=(stop - start) * row,
-    )
-
-
 class MergedAdapter:
     """One adapter's tensors, folded into the matrices that are handed in. Use as a context.
 
@@ -144,7 +134,7 @@ class MergedAdapter:
         if "weight" in tensors:
             stored = tensors["weight"]
             known = ids.clamp(max=stored.shape[0] - 1).tolist()
-            rows = torch.cat([self._read(rows_of(stored, i, i + 1)) for i in known])
+            rows = torch.cat([self._read(stored.rows(i, i + 1)) for i in known])
         rows = self._with_token_rows(EMBEDDING, ids, rows)
         if "lora_embedding_A" in tensors:
             scale = self._scale("model." + EMBEDDING, tensors["lora_embedding_A"])
@@ -172,11 +162,11 @@ class MergedAdapter:
         """Rows of the head from `start` on, fp32; `weight` holds the base's from there."""
         tensors = self._places.get((-1, HEAD), {})
         if "weight" in tensors:
-            weight = self._read(rows_of(tensors["weight"], start, stop))
+            weight = self._read(tensors["weight"].rows(start, stop))
         weight = self._with_token_rows(HEAD, torch.arange(start, stop), weight)
         if "lora_A" in tensors:
             factor, scale = self._read(tensors["lora_A"]), self._scale(HEAD, tensors["lora_A"])
-            part = self._read(rows_of(tensors["lora_B"], start, stop))
+            part = self._read(tensors["lora_B"].rows(start, stop))
             weight = weight + scale * (part @ factor)
         if "lora_magnitude_vector" in tensors:
             length = self._read(tensors["lora_magnitude_vector"]).reshape(-1)[start:stop]
