@@ -87,6 +87,7 @@ def _config(
     """The workload's limits: KV beside all adapters, no prefix cache."""
     from multilora_cli.engine.config import EngineConfig
     from multilora_cli.engine.device_memory import choose_device, choose_dtype
+    from multilora_cli.sizing.budget import num_slots
     from multilora_cli.sizing.geometry import read_geometry
     from multilora_cli.sizing.pages import kv_page_bytes
 
@@ -105,7 +106,7 @@ def _config(
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        num_slots=1 + max(len(sources), 1),
+        num_slots=num_slots(len(sources)),
         pool_bytes=options.tight_bytes if tight else options.kv_bytes + image_bytes,
         host_adapter_bytes=image_bytes + 2**20 * len(sources),
         prefix_caching=False,
