@@ -207,7 +207,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 _PHASES = ("torch", "import", "plan", "weights", "pool", "kernels", "steps", "graphs")
 _LOADED = {
     "loads": "An adapter of 27 MB (rank 16 on attention)",
-    "dora": "The same with DoRA",
+    "dora": "One of 27 MB with DoRA",
 }
 _TIERS = {
     "first": "from files for the first time",
