@@ -7,6 +7,7 @@ docs/benchmarks/lora-peers-h200.jsonl. The table replaces what lies between the 
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import geometric_mean
@@ -140,10 +141,14 @@ def main() -> None:
     peers = read(PEERS)
     found = ours(records, "NVIDIA H200")
     stand_in = ours(records, "NVIDIA GeForce RTX 4090")
-    first = next(iter(found.values()))
+    last = next(r for r in reversed(records) if r in found.values())
+    cells = Counter(record["commit"] for record in found.values())
+    commits = f"commit {last['commit']}"
+    if len(cells) > 1:
+        commits = "commits " + ", ".join(f"{name} ({count} cells)" for name, count in cells.items())
     source = (
-        f"Measured on {first['gpu']}, torch {first['torch']}, Triton {first['triton']}, commit"
-        f" {first['commit']}: `{first['command']}`. Peers: see the file beside the records."
+        f"Measured on {last['gpu']}, torch {last['torch']}, Triton {last['triton']}, {commits}:"
+        f" `{last['command']}`. Peers: see the file beside the records."
     )
     shared = {key: record for key, record in stand_in.items() if key not in found}
     only = "Of cells without a valid figure of the H200's choices, those of the RTX 4090's:"

@@ -177,7 +177,8 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         block_k=1024,
         k_steps=1,
         shrink_warps=4,
-        shrink_stages=3,
+        # Shared rows: with three, one step of 8 KiB is under way while another is multiplied.
+        shrink_stages=4 if many else 3,
         dot_k=128,
         row_splits=2 if many else 4,
         block_n=256 if many else 128,
