@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import triton
 
 from multilora_cli.engine.decode_graphs import DecodeGraphs
 from multilora_cli.engine.prompt_graphs import PromptGraphs
@@ -43,10 +44,13 @@ def with_graphs(
     runner, parts = rig.engine.parts.runner, rig.engine.parts
     builder = runner._builder
     segments = builder.segments
-    # What it sizes are kernel launches, and without a device there are none.
-    segments.prepare_capture = lambda table, rows, rank, **sizes: segments.build(
-        np.zeros(rows, np.int32)
-    )
+    if triton.knobs.runtime.interpret:
+        builder.table.settle(parts.pool.page_bytes, runner._decoder.dtype.itemsize)
+        segments.reserve(builder.table)
+    else:  # what it sizes are kernel launches, and without a device there are none
+        segments.prepare_capture = lambda table, rows, rank, **sizes: segments.build(
+            np.zeros(rows, np.int32)
+        )
     graphs = DecodeGraphs(runner._decoder, builder, row_counts, parts.max_model_len, max_rank)
     graphs.record_all(record, lambda done, total: None)
     runner._graphs = graphs
