@@ -64,14 +64,13 @@ async def measure_all(console: Console, options: BenchOptions) -> dict[str, Any]
 def _check_early(options: BenchOptions) -> None:
     """Refuse what is wrong on every server before minutes go into starting one. Raises BadInput."""
     from multilora_cli.bench.arms import Room, make_program, only
-    from multilora_cli.errors import BadInput
     from multilora_cli.sizing.hardware import find_gpu
+    from multilora_cli.sizing.trace import read_trace
 
     if options.gpu is not None:
         find_gpu(options.gpu)
     if options.trace is not None:
-        if not options.trace.is_file():
-            raise BadInput(f"--trace {options.trace}: no such file")
+        read_trace(options.trace)
     elif options.preset in _SAME_LOADS:
         program = make_program(options.preset, _workload(options), Room(num_adapters=2))
         if options.compare is not None:

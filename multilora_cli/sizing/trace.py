@@ -67,7 +67,12 @@ def _calls(lines: Iterable[bytes], path: Path) -> Iterator[Call]:
             if len(line) > MAX_LINE:
                 raise ValueError("line longer than 64 KiB")
             yield _call(json.loads(line))
-        except (ValueError, RecursionError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            raise BadInput(
+                f"{path}:{number}: not JSON, expected a line like"
+                ' {"time": 0.5, "adapter": "acme", "input": 100, "output": 20}'
+            ) from None
+        except ValueError as error:
             raise BadInput(f"{path}:{number}: {error}") from None
 
 
@@ -86,7 +91,9 @@ def _call(row: object) -> Call:
 
 
 def _number(row: Mapping[str, object], key: str, limit: float) -> float:
-    value = row.get(key)
+    if key not in row:
+        raise ValueError(f"{key!r} is missing; a request has time, adapter, input and output")
+    value = row[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= limit:
         raise ValueError(f"{key}: expected a number from 0 to {limit:g}")
     return value

@@ -398,7 +398,8 @@ def test_cold_start_on_the_demo_fleet_tells_tiers(demo: Served) -> None:
         ("--lengths 10", "--lengths 10: expected IN:OUT"),
         ("--preset punica --lengths 16:16", "the preset punica has the published lengths"),
         ("--gpu rtx-4099", "did you mean rtx-4090"),
-        ("--trace /nowhere.jsonl", "--trace /nowhere.jsonl: no such file"),
+        ("--trace /nowhere.jsonl", "/nowhere.jsonl: No such file or directory"),
+        ("--trace fleet.example.yaml", "fleet.example.yaml:1: not JSON, expected a line like"),
     ],
 )
 def test_a_wrong_flag_is_told_before_a_server_is_started(flags: str, said: str) -> None:

@@ -77,3 +77,16 @@ def test_unknown_adapter_empty_and_missing_files(tmp_path: Path) -> None:
     for name in ("empty", "missing"):
         with pytest.raises(BadInput):
             read_trace(tmp_path / name)
+
+
+def test_what_is_wrong_with_a_line_is_said(tmp_path: Path) -> None:
+    """In words of the trace: `Expecting value: line 1 column 1 (char 0)` is json's."""
+    path = tmp_path / "trace.jsonl"
+    for line, said in (
+        ("time,adapter,input", 'trace.jsonl:1: not JSON, expected a line like {"time": 0.5'),
+        ('{"time": 1, "output": 1}', "trace.jsonl:1: 'input' is missing; a request has time"),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(BadInput) as caught:
+            read_trace(path)
+        assert said in caught.value.message
