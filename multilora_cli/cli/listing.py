@@ -48,9 +48,7 @@ def list_adapters(
     reply = asyncio.run(_fetch(Api(server_url(url, fleet), api_key)))
     rows, found = reply["data"], reply.get("traffic") or {}
     if traffic:
-        console.value(found)
-        console.table(_TRAFFIC, _tiers(found))
-        console.note(_summary(found))
+        _show_traffic(console, reply)
         return
     console.value(rows)
     if quiet:
@@ -69,6 +67,18 @@ def list_adapters(
         console.note(f"changes at run time will not survive a restart: {reply['unsaved']}")
     if found.get("requests"):
         console.note(_summary(found))
+
+
+def _show_traffic(console: Console, reply: dict[str, Any]) -> None:
+    """Raises BadInput where the server does not tell."""
+    from multilora_cli.errors import BadInput
+
+    if "traffic" not in reply:
+        raise BadInput("this key is limited to some models, and traffic is about all of them")
+    found = reply["traffic"]
+    console.value(found)
+    console.table(_TRAFFIC, _tiers(found))
+    console.note(_summary(found))
 
 
 def told_notes(notes: Iterable[tuple[str, Iterable[str]]]) -> list[str]:

@@ -7,6 +7,7 @@ JSON lines as `mlora plan --trace` and `mlora bench --trace` read them:
 import json
 import logging
 import os
+import stat
 from pathlib import Path
 
 from multilora_cli.errors import BadInput
@@ -23,9 +24,14 @@ class TraceRecorder:
         self._path = path
         self._max_bytes = max_bytes
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            # A pipe that nobody reads would hold the whole server.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+            descriptor = os.open(path, flags, 0o600)
         except OSError as error:
             raise BadInput(f"--record {path}: {error.strerror or error}") from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise BadInput(f"--record {path}: is no regular file")
         self._file = os.fdopen(descriptor, "ab", buffering=0)  # whole lines, whatever ends us
 
     def ended(

@@ -1,6 +1,7 @@
 """Recording the load of a server, and what reads it again."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_lines_are_added_to_what_is_there_until_nobody_could_read_them(
 def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--record"):
         TraceRecorder(tmp_path / "nowhere" / "load.jsonl")
+
+
+def test_a_pipe_holds_nobody(tmp_path: Path) -> None:
+    """Opening one that nobody reads waits for ever, and no signal would end the server then."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(BadInput, match="--record"):
+            TraceRecorder(path)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(BadInput, match="no regular file"):
+        TraceRecorder(tmp_path / "pipe")
+    os.close(reader)
