@@ -67,6 +67,32 @@ def compute_itemsize(loaded: LoadedFleet, *, has_card: bool) -> int:
     return 4 if dtype == "float32" or (dtype == "auto" and not has_card) else 2
 
 
+def check_memory(loaded: LoadedFleet) -> None:
+    """Raise Refused where a CPU is to hold a base that this machine has no memory for.
+
+    Before the base is fetched and adapters are read, which take long; the engine checks all of it
+    again. Says nothing of a base whose config cannot be had quickly.
+    """
+    from multilora_cli.errors import Refused, Unreachable
+    from multilora_cli.sizing.budget import base_bytes
+    from multilora_cli.sizing.geometry import read_geometry
+    from multilora_cli.sizing.host_memory import free_host_bytes
+    from multilora_cli.units import format_size
+
+    try:
+        geometry = read_geometry(fetch_config(loaded))
+    except Unreachable:
+        return
+    itemsize = compute_itemsize(loaded, has_card=False)
+    need, free = base_bytes(geometry, itemsize).total, free_host_bytes()
+    if need > free:
+        raise Refused(
+            f"the base does not fit: its weights take {format_size(need)} on a CPU,"
+            f" {format_size(free)} of this machine's memory are free",
+            hint="take a smaller base, or a machine with a card (mlora plan --gpu says which)",
+        )
+
+
 def fetch_base(loaded: LoadedFleet, report: Report = silent) -> Path:
     """The base's folder, fetched from the Hub where it is not local. Raises MloraError."""
     folder = local_base(loaded)

@@ -11,7 +11,13 @@ from multilora_cli.adapters.entry import AdapterRequest, ServedBase
 from multilora_cli.adapters.registry import Registry
 from multilora_cli.adapters.source import is_remote, make_dummies
 from multilora_cli.adapters.store import StoreOpener
-from multilora_cli.cli.base import cache_folder, compute_itemsize, fetch_base, open_store
+from multilora_cli.cli.base import (
+    cache_folder,
+    check_memory,
+    compute_itemsize,
+    fetch_base,
+    open_store,
+)
 from multilora_cli.engine.config import EngineConfig
 from multilora_cli.errors import FleetError, MloraError
 from multilora_cli.fleet.declared import (
@@ -36,6 +42,9 @@ from multilora_cli.sizing.budget import num_slots
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.hardware import local_card
 from multilora_cli.text.adapter_text import TextChecker
+
+# The driver's, as Linux has it, as WSL has it, and on boards whose card NVML does not see.
+_DRIVERS = ("/proc/driver/nvidia", "/dev/dxg", "/dev/nvhost-gpu", "/dev/nvgpu")
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,8 @@ def prepare(
     declared = by_name(map(request_of, declared_adapters(loaded)))
     requests, changes, notes = _changed(loaded, overrides, declared)
     report("base", 0, 1)
+    if _runs_on_cpu(loaded):
+        check_memory(loaded)
     folder = fetch_base(loaded, report)
     geometry = read_geometry(folder)
     report("base", 1, 1)
@@ -161,6 +172,16 @@ def _registry(
         cache=cache_folder() / "dummy",
         store=store,
         surveys=cache_folder() / "headers",
+    )
+
+
+def _runs_on_cpu(loaded: LoadedFleet) -> bool:
+    """Whether that is sure before torch is asked: some machines have a card and no NVML."""
+    device = loaded.fleet.memory.device
+    return device == "cpu" or (
+        device == "auto"
+        and local_card() is None
+        and not any(Path(path).exists() for path in _DRIVERS)
     )
 
 

@@ -12,7 +12,8 @@ from multilora_cli.bench.arms import Arm, Program, only
 from multilora_cli.bench.dummy_fleet import tokenizer
 from multilora_cli.cli.app import app
 from multilora_cli.cli.plan_request import plan_request
-from multilora_cli.errors import BadInput
+from multilora_cli.cli.startup import prepare
+from multilora_cli.errors import BadInput, Refused
 from multilora_cli.fleet.load import load_fleet
 from multilora_cli.text.tokenizer import Tokenizer
 from tests.e2e.serving import start
@@ -110,6 +111,18 @@ def test_only_some_arms_in_the_order_asked_for() -> None:
     assert kept.notes == ("a is new", "all are equal")
     with pytest.raises(BadInput, match="--compare d: expected some of a, b, c"):
         only(program, ["a", "d"])
+
+
+def test_a_base_that_this_machine_cannot_hold_is_refused_before_adapters_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An 8B on a CPU was killed a minute later, after 5 GiB of random adapters were written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("multilora_cli.sizing.host_memory.free_host_bytes", lambda: 16 * 2**30)
+    make(tmp_path / "8b", "--model", "llama-3-8b")
+    with pytest.raises(Refused, match=r"take 29.9 GiB on a CPU, 16 GiB of this machine's memory"):
+        prepare(tmp_path / "8b" / "fleet.yaml", ("memory.device=cpu", "server.port=0"))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_plan_of_random_adapters_writes_none_of_their_numbers(
