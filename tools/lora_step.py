@@ -7,8 +7,8 @@ on one stream ("one stream"), as the engine captures it ("own"), and once for ea
 fit; the graphs are replayed in turns. Settings: "one", a rank-16 adapter on all seven projections
 shared by all rows; "distinct", 64 of them; "mixed", 64 on the attention with ranks 8 to 64.
 Weights and adapters are random, the context is 192 tokens a row. A JSON line per cell: medians in
-milliseconds, and whether the logits have the bits of "one stream". `--table FILE` prints
-such a file as kernels/README.md has it.
+milliseconds, and whether the logits have the bits of "one stream"; tools/lora_table.py makes
+kernels/README.md's table of them.
 """
 
 import argparse
@@ -50,18 +50,13 @@ from multilora_kernels.testing import make_fleet
 SCHEMA = "mlora.bench.lora-step/1"
 CONTEXT = 192
 ADAPTERS = 64
-# Ranks of the adapters in turn, their modules, and the rank that launches are sized for.
-SETTINGS: Mapping[str, tuple[tuple[int, ...], tuple[str, ...], int]] = {
-    "one": ((16,), MODULES, 16),
-    "distinct": ((16,), MODULES, 16),
-    "mixed": ((8, 16, 32, 64), ATTENTION, 64),
+# Ranks of the adapters in turn, and their modules.
+SETTINGS: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "one": ((16,), MODULES),
+    "distinct": ((16,), MODULES),
+    "mixed": ((8, 16, 32, 64), ATTENTION),
 }
-# Per cent that a step may take more than without adapters, by rows.
-ASKED: Mapping[str, Mapping[int, int]] = {
-    "one": {1: 10, 16: 10, 64: 10, 256: 10},
-    "distinct": {1: 12, 16: 17, 64: 35, 256: 27},
-    "mixed": {1: 8, 16: 12, 64: 25, 256: 20},
-}
+RANK = 64  # what launches are sized for, as the engine does unless its limit is 16 or less
 # What `Segments.prepare_capture` is told beside the rows.
 SIZES = ("rank", "groups")
 Run = Callable[[], object]
@@ -90,12 +85,12 @@ class Variant:
         return forced(fields) if fields else choose
 
     def sizes(self, setting: str) -> Mapping[str, Any]:
-        """What launches are sized for: the setting's highest rank, and its groups of modules."""
-        _, modules, rank = SETTINGS[setting]
+        """What launches are sized for: a rank, and the setting's groups of modules."""
+        _, modules = SETTINGS[setting]
         groups = [name for name, own in GROUPS.items() if own[0] in modules]
         named = self.fields.get("groups")
         return {
-            "rank": self.fields.get("rank", rank),
+            "rank": self.fields.get("rank", RANK),
             "groups": groups if named is None else named.split("+"),
         }
 
@@ -163,7 +158,7 @@ class Bench:
         self.side = SideStream(device) if device.type == "cuda" else None
 
     def _plan(self, setting: str, index: int, size: int) -> Any:
-        ranks, modules, _ = SETTINGS[setting]
+        ranks, modules = SETTINGS[setting]
         rank = ranks[index % len(ranks)]
         wanted = {(layer, m): rank for layer in range(self.geometry.num_layers) for m in modules}
         return plan_image(wanted, self.geometry.module_shapes, size, 2)
@@ -276,28 +271,6 @@ def measure(
     return {"setting": setting, "rows": rows, "ms": times, "same_bits": same}
 
 
-def table(lines: Sequence[str]) -> str:
-    """Records as a table: the base, one stream and the engine's own choice, with what they add."""
-    cells = [json.loads(line) for line in lines]
-    names = ("adapters", "rows", "base, ms", "one stream", "as captured", "asked")
-    shown = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-    for cell in cells:
-        ms, rows = cell["ms"], cell["rows"]
-        asked = ASKED[cell["setting"]].get(rows)
-        added = [
-            f"{ms[n]:.2f} (+{100 * (ms[n] / ms['base'] - 1):.1f} %)" for n in ("one stream", "own")
-        ]
-        columns = [
-            cell["setting"],
-            rows,
-            f"{ms['base']:.2f}",
-            *added,
-            f"+{asked} %" if asked else "",
-        ]
-        shown.append("| " + " | ".join(map(str, columns)) + " |")
-    return "\n".join(shown) + "\n"
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -310,16 +283,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--commit")
-    parser.add_argument("--table", type=Path)
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure every cell; lines are printed and appended to --output as they come."""
     given = arguments()
-    if given.table is not None:
-        sys.stdout.write(table(given.table.read_text().splitlines()))
-        return
     batches = [int(rows) for rows in given.batch.split(",")]
     settings = given.settings.split(",")
     device = torch.device(given.device)

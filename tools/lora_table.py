@@ -3,12 +3,13 @@
     python tools/lora_table.py docs/benchmarks/lora-h200.jsonl
 
 Peers' figures, measured on the same kind of card with the same method, are data too:
-docs/benchmarks/lora-peers-h200.jsonl. The table replaces what lies between the two markers.
+docs/benchmarks/lora-peers-h200.jsonl. What adapters add to a captured step is read from
+docs/benchmarks/lora-step-h200.jsonl. Tables replace what lies between their two markers.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -18,7 +19,15 @@ from doc_tables import put, read
 ROOT = Path(__file__).parents[1]
 README = ROOT / "kernels" / "README.md"
 PEERS = ROOT / "docs" / "benchmarks" / "lora-peers-h200.jsonl"
+STEPS = ROOT / "docs" / "benchmarks" / "lora-step-h200.jsonl"
 BEGIN, END = "<!-- lora table: begin -->", "<!-- lora table: end -->"
+STEP_BEGIN, STEP_END = "<!-- lora step table: begin -->", "<!-- lora step table: end -->"
+# Per cent that a step may take more than without adapters, by rows.
+ASKED: Mapping[str, Mapping[int, int]] = {
+    "one": {1: 10, 16: 10, 64: 10, 256: 10},
+    "distinct": {1: 12, 16: 17, 64: 35, 256: 27},
+    "mixed": {1: 8, 16: 12, 64: 25, 256: 20},
+}
 NAMES = {
     "vllm": "vLLM",
     "vllm_tuned": "vLLM tuned",
@@ -135,8 +144,29 @@ def steps(records: list[Record]) -> list[str]:
     return lines
 
 
+def captured_steps(records: Iterable[Record]) -> list[str]:
+    """What adapters add to a captured step: on one stream, and as the engine captures it."""
+    found = {(cell["setting"], cell["rows"]): cell for cell in records}
+    names = ("adapters", "rows", "base, ms", "one stream", "as captured", "asked", "commit")
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for setting, asked in ASKED.items():
+        for rows in sorted(rows for name, rows in found if name == setting):
+            cell = found[setting, rows]
+            ms, limit = cell["ms"], asked.get(rows)
+            one, own = (
+                f"{ms[name]:.2f} (+{100 * (ms[name] / ms['base'] - 1):.1f} %)"
+                for name in ("one stream", "own")
+            )
+            wanted = f"+{limit} %" if limit else ""
+            lines.append(
+                f"| {setting} | {rows} | {ms['base']:.2f} | {one} | {own} | {wanted} |"
+                f" {cell['commit']} |"
+            )
+    return lines
+
+
 def main() -> None:
-    """Rewrite the table from the file named on the command line."""
+    """Rewrite the tables from the file named on the command line."""
     records = read(Path(sys.argv[1]))
     peers = read(PEERS)
     found = ours(records, "NVIDIA H200")
@@ -158,6 +188,7 @@ def main() -> None:
         *cell_rows(peers, found, stand_in),
     ]  # fmt: skip
     put(README, BEGIN, "\n".join(parts), END)
+    put(README, STEP_BEGIN, "\n".join(captured_steps(read(STEPS))), STEP_END)
 
 
 if __name__ == "__main__":

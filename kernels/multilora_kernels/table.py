@@ -247,10 +247,6 @@ class AdapterTable:
             record.runs[key] = _join(self.blocks(slot, layer, module))
         return record.runs[key]
 
-    def highest_rank(self, slots: Sequence[int] | npt.NDArray[np.integer]) -> int:
-        """Of any module of `slots`, in whole rank tiles; 0 for none."""
-        return TILE_RANKS * int(self.tiles[np.asarray(slots)].max(initial=0))
-
     def groups_of(self, slots: Sequence[int] | npt.NDArray[np.integer]) -> tuple[str, ...]:
         """The groups of projections in which any of `slots` has a module, in GROUPS' order."""
         used = (self.tiles[np.asarray(slots)] > 0).any(axis=0)

@@ -38,12 +38,6 @@ def test_every_cell_is_a_record(tmp_path: Path) -> None:
         assert cell["commit"] == "abc" and "--batch 1,3" in cell["command"]
 
 
-def test_the_table_says_what_is_added() -> None:
-    cell = {"setting": "mixed", "rows": 16, "ms": {"base": 4.0, "one stream": 5.0, "own": 4.4}}
-    row = lora_step.table([json.dumps(cell)]).splitlines()[-1]
-    assert row == "| mixed | 16 | 4.00 | 5.00 (+25.0 %) | 4.40 (+10.0 %) | +12 % |"
-
-
 @pytest.mark.parametrize("text", ["own:no_such_field=1", "own:rows_n=wide", "own:rows_n"])
 def test_a_choice_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError):

@@ -21,3 +21,10 @@ def test_the_readme_holds_the_tables_of_the_records(
     lora_table.main()
     assert copy.read_text() == readme.read_text()
     assert "| rank 16, distinct | 28 |" in copy.read_text()
+
+
+def test_steps_say_what_is_added() -> None:
+    cell = {"setting": "mixed", "rows": 16, "ms": {"base": 4.0, "one stream": 5.0, "own": 4.4}}
+    before = {**cell, "ms": {"base": 1.0, "one stream": 1.0, "own": 1.0}, "commit": "abb"}
+    rows = lora_table.captured_steps([before, cell | {"commit": "abc"}])
+    assert rows[2:] == ["| mixed | 16 | 4.00 | 5.00 (+25.0 %) | 4.40 (+10.0 %) | +12 % | abc |"]
