@@ -10,8 +10,8 @@ the left operand (N in the place of a matrix multiply's M), so that a batch of 8
 tensor-core rows; q - zero is exact in bf16 and fp16, scales are applied to fp32 sums once a group.
 K is split over programs; the split depends on N, K and the chip alone, so that a row's bits
 depend neither on the rows beside it nor, within this path, on how many there are.
-Larger batches run `awq_hopper` on Hopper up to 256 rows, or dequantise slices of N to 16 bits and
-multiply those with the vendor's library.
+Larger batches run `awq_hopper` on Hopper up to 256 or 512 rows (hopper_choice.py), or dequantise
+slices of N to 16 bits and multiply those with the vendor's library.
 """
 
 from dataclasses import dataclass, replace

@@ -23,7 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -59,31 +58,12 @@ def _copy_weights(
 
 
 @gluon.jit
-def _copy_x(x_ptrs, xs, stage, inside, X_PARTS: gl.constexpr):
-    """Ask for one block's x [BLOCK_M, 128]."""
-    for part in gl.static_range(X_PARTS):
+def _copy_x(x_ptrs, in_batch, halves, stage, inside):
+    """Ask for one block's x: 64 inputs of BLOCK_M rows in each of two allocations."""
+    for half in gl.static_range(2):
         async_copy.async_copy_global_to_shared(
-            xs[part].index(stage), x_ptrs + 128 // X_PARTS * part, mask=inside
+            halves[half].index(stage), x_ptrs + 64 * half, mask=in_batch & inside
         )
-
-
-@gluon.jit
-def _x_parts(
-    kind: gl.constexpr, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, X_PARTS: gl.constexpr
-):
-    """Shared memory for x, 128 / X_PARTS inputs in each of X_PARTS allocations."""
-    WIDTH: gl.constexpr = 128 // X_PARTS
-    layout: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * WIDTH), 16, 2)
-    shape: gl.constexpr = [STAGES, BLOCK_M, WIDTH]
-    first = gl.allocate_shared_memory(kind, shape, layout)
-    if X_PARTS == 1:
-        return (first,)
-    elif X_PARTS == 2:
-        return first, gl.allocate_shared_memory(kind, shape, layout)
-    else:
-        second = gl.allocate_shared_memory(kind, shape, layout)
-        third = gl.allocate_shared_memory(kind, shape, layout)
-        return first, second, third, gl.allocate_shared_memory(kind, shape, layout)
 
 
 @gluon.jit
@@ -169,14 +149,9 @@ def awq_hopper_kernel(  # noqa: C901
     SPLIT_K: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
-    X_PARTS: gl.constexpr,
     SCALE: gl.constexpr,
     CT: gl.constexpr,
     PDL: gl.constexpr,
-    FENCE: gl.constexpr = True,
-    DEPTH: gl.constexpr = 1,
-    ORDER: gl.constexpr = 0,
-    EARLY: gl.constexpr = False,
 ):
     WARPS: gl.constexpr = gl.num_warps()
     AHEAD: gl.constexpr = STAGES - 1
@@ -187,9 +162,7 @@ def awq_hopper_kernel(  # noqa: C901
     PART: gl.constexpr = 16 * WARPS
     PARTS: gl.constexpr = BLOCK_N // PART
     copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
-    x_copy_layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [2 * X_PARTS, 16 // X_PARTS], [WARPS, 1], [1, 0]
-    )
+    x_copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words = gl.allocate_shared_memory(
         gl.int16, [STAGES, BLOCK_N, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
@@ -198,7 +171,12 @@ def awq_hopper_kernel(  # noqa: C901
         gl.int32, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     # An allocation each: Triton puts a barrier between copies into one.
-    xs = _x_parts(x_ptr.dtype.element_ty, STAGES, BLOCK_M, X_PARTS)
+    x_type: gl.constexpr = x_ptr.dtype.element_ty
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    halves = (
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 64], x_layout),
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 64], x_layout),
+    )
 
     num_blocks = K // 128
     per_split = (num_blocks + SPLIT_K - 1) // SPLIT_K
@@ -211,15 +189,17 @@ def awq_hopper_kernel(  # noqa: C901
     column = gl.arange(0, 32, gl.SliceLayout(0, copy_layout))
     word_offsets = gl.expand_dims(row, 1) * 32 + gl.expand_dims(column, 0)
     meta_offsets = gl.arange(0, BLOCK_N, line_layout)
-    # Rows past the end repeat the last one; what comes of them is not stored.
-    row_m = gl.minimum(first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout)), M - 1)
-    x_column = gl.arange(0, 128 // X_PARTS, gl.SliceLayout(0, x_copy_layout))
+    # Rows past the end are zeros. (While they repeated the last row, qkv took 40 us at 192 rows
+    # and 34 at 256: all of them asked for one line.)
+    row_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout))
+    in_batch = gl.expand_dims(row_m < M, 1)
+    x_column = gl.arange(0, 64, gl.SliceLayout(0, x_copy_layout))
     x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(x_column, 0)
     start = first.to(gl.int64)
     words_ptr += (start * N_padded + first_n) * 32
     meta_ptr += start * (N_padded * GROUPS) + first_n
     x_ptrs = x_ptr + start * 128 + x_offsets
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     for block in gl.static_range(AHEAD):
         _copy_weights(
@@ -228,18 +208,13 @@ def awq_hopper_kernel(  # noqa: C901
         )  # fmt: skip
         words_ptr += N_padded * 32
         meta_ptr += N_padded * GROUPS
-    if PDL and EARLY:
-        tl.extra.cuda.gdc_wait()
-    for block in gl.static_range(AHEAD):
-        _copy_x(x_ptrs, xs, block, block < count, X_PARTS)
+        _copy_x(x_ptrs, in_batch, halves, block, block < count)
         x_ptrs += 128
         async_copy.commit_group()
 
     acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
     second_acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
     async_copy.wait_group(AHEAD - 1)
-    if FENCE:
-        fence_async_shared()
     tl.debug_barrier()
     packed = _words(words.index(0), word_layout, PARTS)
     meta = _metas(metas, 0, meta_layout, PART, PARTS, GROUPS)
@@ -248,33 +223,27 @@ def awq_hopper_kernel(  # noqa: C901
         stage = block % STAGES
         following = (block + 1) % STAGES
         for i in gl.static_range(4 * PARTS):
-            x_part = xs[i // PARTS * X_PARTS // 4].index(stage)
-            x = x_part.slice(i // PARTS * 32 % (128 // X_PARTS), 32, dim=1).permute([1, 0])
+            half = halves[i // PARTS // 2].index(stage)
+            x = half.slice(i // PARTS % 2 * 32, 32, dim=1).permute([1, 0])
             if i % PARTS == 0:
                 acc = warpgroup_mma(w, x, acc, is_async=True)
             else:
                 second_acc = warpgroup_mma(w, x, second_acc, is_async=True)
             if i == 2 * PARTS:
                 async_copy.wait_group(AHEAD - 2)
-                if FENCE:
-                    fence_async_shared()
                 tl.debug_barrier()
-                if ORDER == 0:
-                    next_packed = _words(words.index(following), word_layout, PARTS)
-                    next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
                 # Every warp is done with the block before this one: its stage is filled again.
                 _copy_weights(
                     words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas,
                     (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS,
                 )  # fmt: skip
-                _copy_x(x_ptrs, xs, (block + AHEAD) % STAGES, block + AHEAD < count, X_PARTS)
+                _copy_x(x_ptrs, in_batch, halves, (block + AHEAD) % STAGES, block + AHEAD < count)
                 words_ptr += N_padded * 32
                 meta_ptr += N_padded * GROUPS
                 x_ptrs += 128
                 async_copy.commit_group()
-                if ORDER == 1:
-                    next_packed = _words(words.index(following), word_layout, PARTS)
-                    next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
+                next_packed = _words(words.index(following), word_layout, PARTS)
+                next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
             if i < 4 * PARTS - 1:
                 next_w = _widened(
                     packed[(i + 1) % PARTS],
@@ -286,10 +255,10 @@ def awq_hopper_kernel(  # noqa: C901
                 next_w = _widened(packed[0], meta[0], 0, SCALE, CT)
             if PARTS == 2:
                 acc, second_acc, w, next_w = warpgroup_mma_wait(
-                    DEPTH, deps=[acc, second_acc, w, next_w]
+                    1, deps=[acc, second_acc, w, next_w]
                 )
             else:
-                acc, w, next_w = warpgroup_mma_wait(DEPTH, deps=[acc, w, next_w])
+                acc, w, next_w = warpgroup_mma_wait(1, deps=[acc, w, next_w])
             w = next_w
     if PARTS == 2:
         acc, second_acc = warpgroup_mma_wait(0, deps=[acc, second_acc])
@@ -370,14 +339,9 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         SPLIT_K=launch.split_k,
         GROUPS=weight.groups_per_block,
         STAGES=launch.num_stages,
-        X_PARTS=launch.x_parts,
         SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
         CT=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
         PDL=True,
-        FENCE=launch.fence,
-        DEPTH=launch.depth,
-        ORDER=launch.order,
-        EARLY=launch.early,
         num_warps=launch.num_warps,
         launch_pdl=True,
     )
