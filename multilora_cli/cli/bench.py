@@ -85,7 +85,7 @@ def run(
     model: flags.Model = None,
     adapters_from: flags.AdaptersFrom = "models",
     prompts: flags.Prompts = "ids",
-    ignore_eos: flags.IgnoreEos = True,
+    no_ignore_eos: flags.NoIgnoreEos = False,
     slo: flags.Slo = None,
     timeout: flags.Timeout = 600.0,
     against: flags.Against = None,
@@ -116,6 +116,7 @@ def run(
     check_writable(report, "--report")
     check_writable(output, "--output")
     check_writable(rows, "--rows")
+    given["ignore_eos"] = not no_ignore_eos
     options = BenchOptions.from_flags(given, sys.argv[1:])
     _run(Console(as_json=as_json, quiet=quiet), options, report, output)
 

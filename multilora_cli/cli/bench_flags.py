@@ -24,26 +24,38 @@ Trace = Annotated[
     Path | None, typer.Option(help="Replay a recorded load: JSON lines, as of plan --trace.")
 ]
 Compare = Annotated[str | None, typer.Option(help="Only these loads of the preset: base,distinct.")]
-Requests = Annotated[int | None, typer.Option(help="Requests of each load.", min=1)]
+Requests = Annotated[int | None, typer.Option(metavar="N", help="Requests of each load.", min=1)]
 Rate = Annotated[
     str | None, typer.Option(help="Arrivals: requests/s (open loop), or inf for all at once.")
 ]
-Cv = Annotated[float, typer.Option(help="Burstiness of arrivals; 1: Poisson.", min=0.01)]
+Cv = Annotated[
+    float, typer.Option(metavar="N", help="Burstiness of arrivals; 1: Poisson.", min=0.01)
+]
 Concurrency = Annotated[
-    int | None, typer.Option(help="Requests at once (closed loop), or their cap.", min=1)
+    int | None,
+    typer.Option(metavar="N", help="Requests at once (closed loop), or their cap.", min=1),
 ]
 Lengths = Annotated[
     str | None, typer.Option(help="IN:OUT tokens (16-64:32), or a law such as arena-like.")
 ]
 Limit = Annotated[
     float | None,
-    typer.Option("--for", help="Seconds after which a load ends; what is in flight is cut.", min=1),
+    typer.Option(
+        "--for",
+        metavar="S",
+        help="Seconds after which a load ends; what is in flight is cut.",
+        min=1,
+    ),
 ]
-Rounds = Annotated[int | None, typer.Option(help="How often all loads take turns.", min=1, max=100)]
+Rounds = Annotated[
+    int | None, typer.Option(metavar="N", help="How often all loads take turns.", min=1, max=100)
+]
 Seed = Annotated[
     int,
     typer.Option(
-        help="Of lengths, arrivals and prompts (which with --url are others in each run).", min=0
+        metavar="N",
+        help="Of lengths, arrivals and prompts (which with --url are others in each run).",
+        min=0,
     ),
 ]
 Gpu = Annotated[
@@ -59,9 +71,12 @@ AdaptersFrom = Annotated[
 Prompts = Annotated[
     Literal["ids", "text", "chat"], typer.Option(help="ids and text go to completions.")
 ]
-IgnoreEos = Annotated[bool, typer.Option(help="Send ignore_eos, which fixes output lengths.")]
+NoIgnoreEos = Annotated[
+    bool,
+    typer.Option("--no-ignore-eos", help="Do not send ignore_eos, which fixes output lengths."),
+]
 Slo = Annotated[str | None, typer.Option(help="For goodput: ttft=1s,itl=50ms,e2e=30s.")]
-Timeout = Annotated[float, typer.Option(help="Seconds a request may take.", min=1)]
+Timeout = Annotated[float, typer.Option(metavar="S", help="Seconds a request may take.", min=1)]
 Against = Annotated[
     str | None, typer.Option(help="A second server, measured in turns with the first.")
 ]

@@ -39,19 +39,25 @@ class LogLevel(StrEnum):
 def serve(
     fleet: FleetArgument = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes a free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one.")
+    ] = None,
     settings: SetOption = None,
     poison: Annotated[
         bool, typer.Option("--poison", help="Fill freed pages with NaN and audit every step.")
     ] = False,
-    prefetch: Annotated[
-        bool, typer.Option("--prefetch/--no-prefetch", help="Bring popular adapters up ahead.")
-    ] = True,
+    no_prefetch: Annotated[
+        bool, typer.Option("--no-prefetch", help="Bring no popular adapters up ahead.")
+    ] = False,
     record: Annotated[
         Path | None, typer.Option(help="Append time, adapter and tokens of requests to a file.")
     ] = None,
     log_level: Annotated[
-        LogLevel, typer.Option(help="What is logged on stderr; info has a line for every request.")
+        LogLevel,
+        typer.Option(
+            metavar="LEVEL",
+            help="What is logged on stderr: debug, info (a line for every request), warning, error.",
+        ),
     ] = LogLevel.WARNING,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -72,7 +78,7 @@ def serve(
     overrides = list(settings or ())
     overrides += [f"server.host={host}"] if host is not None else []
     overrides += [f"server.port={port}"] if port is not None else []
-    overrides += [] if prefetch else ["memory.prefetch=0"]
+    overrides += ["memory.prefetch=0"] if no_prefetch else []
     startup = _prepare(console, fleet, overrides, poison)
     with ExitStack() as bars:  # a start that fails, or is interrupted, takes them off the terminal
         served = Served(
