@@ -10,7 +10,8 @@ y   [M, N]  bf16 or fp16, allocated here      nothing is written in place but we
 Decode batches run one kernel that reads wq once at memory speed, weights as the left operand and
 K split in a fixed order (split_k.py); sums of 128 products leave the tensor cores for fp32 adds,
 since their own sums keep fewer bits. Larger batches go to `torch._scaled_mm`, by rows or with the
-scales applied by a kernel of ours; with scales by blocks they are widened to 16 bits.
+scales applied by a kernel of ours, and up to K = 4,096 the tensor cores may keep the sums; with
+scales by blocks they are widened to 16 bits.
 Cards whose tensor cores know no FP8 keep the weights in FP8 and the activations as they are
 (fp8_weight_only.py).
 """
