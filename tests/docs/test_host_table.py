@@ -4,14 +4,11 @@ from pathlib import Path
 
 import doc_tables
 import host_times
-import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_document_holds_the_table_of_the_records(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_document_holds_the_table_of_the_records(tmp_path: Path) -> None:
     records = doc_tables.read(DOCS / "benchmarks" / "host-h200.jsonl")
     document = DOCS / "benchmarks.md"
     copy = tmp_path / "benchmarks.md"
