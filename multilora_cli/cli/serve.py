@@ -56,7 +56,7 @@ def serve(
         LogLevel,
         typer.Option(
             metavar="LEVEL",
-            help="What is logged on stderr: debug, info (a line for every request), warning, error.",
+            help="What is logged on stderr: debug, info (a line a request), warning or error.",
         ),
     ] = LogLevel.WARNING,
     as_json: JsonOption = False,
