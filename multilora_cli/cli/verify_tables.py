@@ -26,7 +26,11 @@ def show_adapters(console: Console, result: VerifyReport) -> None:
                 f"{parity.agreement.largest:.1g}" if parity else "-",
             )
         )
-    columns = ("adapter", "verdict", "rank", "modules", "size", "pages", "changes", "off by")
+    columns: tuple[str, ...] = (
+        "adapter", "verdict", "rank", "modules", "size", "pages", "changes", "off by",
+    )  # fmt: skip
+    if console.interactive and not any(adapter.parity for adapter in result.adapters):
+        columns, rows = columns[:-2], [row[:-2] for row in rows]  # answers were not compared
     console.table(columns, rows, spare=("modules", "pages", "size"))
     for adapter in result.adapters:
         if adapter.reason:

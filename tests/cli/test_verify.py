@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import multilora_cli.layers.linear as linear
 from multilora_cli.cli.app import app
+from multilora_cli.cli.console import Console
 from tests.adapters.adapter_oracle import copy_of, edit_config, edit_tensors
 from tests.signature import SEVEN, peft_adapter, tiny_base
 
@@ -69,6 +70,16 @@ def test_sound_adapters_are_exact(folder: Path, fleet: Callable[..., Path]) -> N
         assert adapter["pages"] * 8192 == adapter["pool_bytes"]
     assert found["attention"]["tensors"] == 8 and found["attention"]["modules"] == 4
     assert found["attention"]["bytes"] == 2 * 8 * (64 + 64 + 64 + 32) * 4
+
+
+def test_a_table_has_no_columns_of_what_was_not_asked(
+    folder: Path, fleet: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Console, "interactive", True)
+    arguments = ["verify", str(fleet({"a": folder / "attention"})), "--no-parity"]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+    assert shown.exit_code == 0 and "verdict" in shown.stdout
+    assert "off by" not in shown.stdout
 
 
 def test_scales_are_printed_by_module(folder: Path) -> None:
