@@ -42,28 +42,67 @@ _PIECE_N, _PIECE_M = 64, 32
 
 
 @gluon.jit
-def _copy_weights(
-    words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas, stage, N_padded, inside,
-    GROUPS: gl.constexpr,
+def _shared_memory(
+    x_type: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Ask for one block's words [BLOCK_N, 32] and its scales, [BLOCK_N] a group."""
-    async_copy.async_copy_global_to_shared(
-        words.index(stage), words_ptr + word_offsets, mask=inside
+    """Stages for words, for scales, and for both halves of a block of x."""
+    words = gl.allocate_shared_memory(
+        gl.int16, [STAGES, BLOCK_N, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     )
-    for group in gl.static_range(GROUPS):
-        ptrs = meta_ptr + group * N_padded + meta_offsets
-        async_copy.async_copy_global_to_shared(
-            metas.index(stage * GROUPS + group), ptrs, mask=inside
-        )
+    metas = gl.allocate_shared_memory(
+        gl.int32, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    # An allocation each: Triton puts a barrier between copies into one.
+    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    halves = (
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 64], x_layout),
+        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 64], x_layout),
+    )
+    return words, metas, halves
 
 
 @gluon.jit
-def _copy_x(x_ptrs, in_batch, halves, stage, inside):
-    """Ask for one block's x: 64 inputs of BLOCK_M rows in each of two allocations."""
+def _copy_block(
+    words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, stage, inside, N_padded,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Ask for a block's words [BLOCK_N, 32], its scales, [BLOCK_N] a group, and x [BLOCK_M, 128];
+    returns where the next block's are."""
+    async_copy.async_copy_global_to_shared(words.index(stage), words_ptrs, mask=inside)
+    for group in gl.static_range(GROUPS):
+        async_copy.async_copy_global_to_shared(
+            metas.index(stage * GROUPS + group), meta_ptrs + group * N_padded, mask=inside
+        )
     for half in gl.static_range(2):
         async_copy.async_copy_global_to_shared(
             halves[half].index(stage), x_ptrs + 64 * half, mask=in_batch & inside
         )
+    async_copy.commit_group()
+    return words_ptrs + N_padded * 32, meta_ptrs + N_padded * GROUPS, x_ptrs + 128
+
+
+@gluon.jit
+def _sources(
+    words_ptr, meta_ptr, x_ptr, first, first_n, row_m, N_padded, stride_xm, BLOCK_N: gl.constexpr,
+    GROUPS: gl.constexpr, X_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where the first block's words, scales and first half of x lie, an address for every lane."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    column = gl.arange(0, 32, gl.SliceLayout(0, layout))
+    start = first.to(gl.int64)
+    words_ptr += (start * N_padded + first_n) * 32
+    words_ptrs = words_ptr + gl.expand_dims(row, 1) * 32 + gl.expand_dims(column, 0)
+    meta_ptr += start * (N_padded * GROUPS) + first_n
+    x_column = gl.arange(0, 64, gl.SliceLayout(0, X_LAYOUT))
+    x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(x_column, 0)
+    return (
+        words_ptrs,
+        meta_ptr + gl.arange(0, BLOCK_N, line_layout),
+        x_ptr + start * 128 + x_offsets,
+    )
 
 
 @gluon.jit
@@ -103,10 +142,36 @@ def _metas(metas, stage, layout: gl.constexpr, PART: gl.constexpr, PARTS: gl.con
 
 
 @gluon.jit
-def _widened(words, meta, QUARTER: gl.constexpr, SCALE: gl.constexpr, CT: gl.constexpr):
-    zero = gl.expand_dims(negated_zero(meta, CT), 1)
-    scale = gl.expand_dims(scale_of(meta, SCALE), 1)
-    return scaled_weights(words, zero, scale, QUARTER, CT, SCALE)
+def _weights(
+    packed, meta, i: gl.constexpr, PARTS: gl.constexpr, GROUPS: gl.constexpr, SCALE: gl.constexpr,
+    CT: gl.constexpr,
+):  # fmt: skip
+    """The weights of a block's multiply i: a quarter of its inputs, a part of its outputs."""
+    words = packed[i % PARTS]
+    scales = meta[i % PARTS * GROUPS + i // PARTS * GROUPS // 4]
+    zero = gl.expand_dims(negated_zero(scales, CT), 1)
+    scale = gl.expand_dims(scale_of(scales, SCALE), 1)
+    return scaled_weights(words, zero, scale, i // PARTS, CT, SCALE)
+
+
+@gluon.jit
+def _all_but_last(acc, second_acc, w, next_w, PARTS: gl.constexpr):
+    """Wait for every multiply but the last one, once the next weights are made; returns those."""
+    if PARTS == 2:
+        acc, second_acc, w, next_w = warpgroup_mma_wait(1, deps=[acc, second_acc, w, next_w])
+    else:
+        acc, w, next_w = warpgroup_mma_wait(1, deps=[acc, w, next_w])
+    return acc, second_acc, next_w
+
+
+@gluon.jit
+def _last(acc, second_acc, PARTS: gl.constexpr):
+    """Wait for every multiply."""
+    if PARTS == 2:
+        acc, second_acc = warpgroup_mma_wait(0, deps=[acc, second_acc])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, second_acc
 
 
 @gluon.jit
@@ -133,7 +198,7 @@ def _store(
 
 
 @gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
-def awq_hopper_kernel(  # noqa: C901
+def awq_hopper_kernel(
     x_ptr,
     words_ptr,
     meta_ptr,
@@ -161,22 +226,8 @@ def awq_hopper_kernel(  # noqa: C901
     # What a step multiplies at a time: 32 inputs of the 16 outputs that a warp's instruction has.
     PART: gl.constexpr = 16 * WARPS
     PARTS: gl.constexpr = BLOCK_N // PART
-    copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     x_copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    words = gl.allocate_shared_memory(
-        gl.int16, [STAGES, BLOCK_N, 32], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    )
-    metas = gl.allocate_shared_memory(
-        gl.int32, [STAGES * GROUPS, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    # An allocation each: Triton puts a barrier between copies into one.
-    x_type: gl.constexpr = x_ptr.dtype.element_ty
-    x_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    halves = (
-        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 64], x_layout),
-        gl.allocate_shared_memory(x_type, [STAGES, BLOCK_M, 64], x_layout),
-    )
+    words, metas, halves = _shared_memory(x_ptr.dtype.element_ty, BLOCK_N, BLOCK_M, GROUPS, STAGES)
 
     num_blocks = K // 128
     per_split = (num_blocks + SPLIT_K - 1) // SPLIT_K
@@ -185,32 +236,21 @@ def awq_hopper_kernel(  # noqa: C901
     # The last tile repeats outputs of the one before it where they do not fill it.
     first_n = gl.minimum(gl.program_id(1) * BLOCK_N, N_padded - BLOCK_N)
     first_m = gl.program_id(0) * BLOCK_M
-    row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, copy_layout))
-    column = gl.arange(0, 32, gl.SliceLayout(0, copy_layout))
-    word_offsets = gl.expand_dims(row, 1) * 32 + gl.expand_dims(column, 0)
-    meta_offsets = gl.arange(0, BLOCK_N, line_layout)
     # Rows past the end are zeros. (While they repeated the last row, qkv took 40 us at 192 rows
     # and 34 at 256: all of them asked for one line.)
     row_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout))
     in_batch = gl.expand_dims(row_m < M, 1)
-    x_column = gl.arange(0, 64, gl.SliceLayout(0, x_copy_layout))
-    x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(x_column, 0)
-    start = first.to(gl.int64)
-    words_ptr += (start * N_padded + first_n) * 32
-    meta_ptr += start * (N_padded * GROUPS) + first_n
-    x_ptrs = x_ptr + start * 128 + x_offsets
+    words_ptrs, meta_ptrs, x_ptrs = _sources(
+        words_ptr, meta_ptr, x_ptr, first, first_n, row_m, N_padded, stride_xm, BLOCK_N, GROUPS,
+        x_copy_layout,
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     for block in gl.static_range(AHEAD):
-        _copy_weights(
-            words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas, block, N_padded,
-            block < count, GROUPS,
+        words_ptrs, meta_ptrs, x_ptrs = _copy_block(
+            words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, block, block < count,
+            N_padded, GROUPS,
         )  # fmt: skip
-        words_ptr += N_padded * 32
-        meta_ptr += N_padded * GROUPS
-        _copy_x(x_ptrs, in_batch, halves, block, block < count)
-        x_ptrs += 128
-        async_copy.commit_group()
 
     acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
     second_acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
@@ -218,7 +258,7 @@ def awq_hopper_kernel(  # noqa: C901
     tl.debug_barrier()
     packed = _words(words.index(0), word_layout, PARTS)
     meta = _metas(metas, 0, meta_layout, PART, PARTS, GROUPS)
-    w = _widened(packed[0], meta[0], 0, SCALE, CT)
+    w = _weights(packed, meta, 0, PARTS, GROUPS, SCALE, CT)
     for block in range(count):
         stage = block % STAGES
         following = (block + 1) % STAGES
@@ -233,37 +273,17 @@ def awq_hopper_kernel(  # noqa: C901
                 async_copy.wait_group(AHEAD - 2)
                 tl.debug_barrier()
                 # Every warp is done with the block before this one: its stage is filled again.
-                _copy_weights(
-                    words_ptr, meta_ptr, word_offsets, meta_offsets, words, metas,
-                    (block + AHEAD) % STAGES, N_padded, block + AHEAD < count, GROUPS,
+                words_ptrs, meta_ptrs, x_ptrs = _copy_block(
+                    words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves,
+                    (block + AHEAD) % STAGES, block + AHEAD < count, N_padded, GROUPS,
                 )  # fmt: skip
-                _copy_x(x_ptrs, in_batch, halves, (block + AHEAD) % STAGES, block + AHEAD < count)
-                words_ptr += N_padded * 32
-                meta_ptr += N_padded * GROUPS
-                x_ptrs += 128
-                async_copy.commit_group()
                 next_packed = _words(words.index(following), word_layout, PARTS)
                 next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
-            if i < 4 * PARTS - 1:
-                next_w = _widened(
-                    packed[(i + 1) % PARTS],
-                    meta[(i + 1) % PARTS * GROUPS + (i + 1) // PARTS * GROUPS // 4],
-                    (i + 1) // PARTS, SCALE, CT,
-                )  # fmt: skip
-            else:
+            if i == 4 * PARTS - 1:
                 packed, meta = next_packed, next_meta
-                next_w = _widened(packed[0], meta[0], 0, SCALE, CT)
-            if PARTS == 2:
-                acc, second_acc, w, next_w = warpgroup_mma_wait(
-                    1, deps=[acc, second_acc, w, next_w]
-                )
-            else:
-                acc, w, next_w = warpgroup_mma_wait(1, deps=[acc, w, next_w])
-            w = next_w
-    if PARTS == 2:
-        acc, second_acc = warpgroup_mma_wait(0, deps=[acc, second_acc])
-    else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
+            next_w = _weights(packed, meta, (i + 1) % (4 * PARTS), PARTS, GROUPS, SCALE, CT)
+            acc, second_acc, w = _all_but_last(acc, second_acc, w, next_w, PARTS)
+    acc, second_acc = _last(acc, second_acc, PARTS)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
