@@ -139,13 +139,6 @@ class _Marks:
         return f"\ue0f0{self._nonce}x{len(self._found) - 1}\ue0f1"
 
 
-def load_chat_template(folder: Path, special: Sequence[str]) -> ChatTemplate | None:
-    """The template of chat_template.jinja, else of tokenizer_config.json; None without one."""
-    config = read_tokenizer_config(folder)
-    source = read_template_source(folder, config)
-    return None if source is None else ChatTemplate(source, special_names(config), special)
-
-
 def read_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The text of a folder's template; `config` is its tokenizer_config. Raises ModelError."""
     path = folder / TEMPLATE_NAME

@@ -8,7 +8,12 @@ from demo_tasks import SKILLS, TASKS, any_prompt, examples, held_out, plain_prom
 
 from multilora_cli.demo import DEMO_ADAPTERS, DEMO_PROMPTS, demo_adapter_path, demo_base_path
 from multilora_cli.engine.messages import AdapterRef
-from multilora_cli.text.chat_template import load_chat_template
+from multilora_cli.text.chat_template import (
+    ChatTemplate,
+    read_template_source,
+    read_tokenizer_config,
+    special_names,
+)
 from multilora_cli.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.engine_kit import Rig, adapter_ref
 
@@ -29,8 +34,10 @@ def refs() -> dict[str, AdapterRef]:
 
 def chat(tokenizer: Tokenizer, *messages: tuple[str, str]) -> list[int]:
     """Token ids of a conversation, ready for the next answer."""
-    template = load_chat_template(demo_base_path(), ["<|begin|>", "<|end|>"])
-    assert template is not None
+    config = read_tokenizer_config(demo_base_path())
+    source = read_template_source(demo_base_path(), config)
+    assert source is not None
+    template = ChatTemplate(source, special_names(config), ["<|begin|>", "<|end|>"])
     segments = template.render([{"role": role, "content": text} for role, text in messages])
     return tokenizer.encode_segments(segments, add_special=False)
 

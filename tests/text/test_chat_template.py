@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from multilora_cli.errors import ModelError, RequestError
-from multilora_cli.text.chat_template import ChatTemplate, Segment, load_chat_template
+from multilora_cli.text.chat_template import (
+    ChatTemplate,
+    Segment,
+    read_template_source,
+    read_tokenizer_config,
+    special_names,
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
@@ -171,22 +177,32 @@ def test_a_template_that_does_not_compile_is_a_model_error(source):
         ChatTemplate(source, {}, ())
 
 
+def source_of(folder: Path) -> str | None:
+    return read_template_source(folder, read_tokenizer_config(folder))
+
+
 def test_sources_in_order(tmp_path: Path):
-    assert load_chat_template(tmp_path, ()) is None
+    assert source_of(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
-    config.write_text('{"chat_template": "from config", "bos_token": {"content": "<b>"}}')
-    assert joined(load_chat_template(tmp_path, ()).render([])) == "from config"
+    config.write_text('{"chat_template": "from config"}')
+    assert source_of(tmp_path) == "from config"
     config.write_text(
         '{"chat_template": [{"name": "rag", "template": "no"}, {"name": "default",'
-        ' "template": "{{ bos_token }} listed"}], "bos_token": {"content": "<b>"}}'
+        ' "template": "listed"}]}'
     )
-    assert joined(load_chat_template(tmp_path, ()).render([])) == "<b> listed"
+    assert source_of(tmp_path) == "listed"
     (tmp_path / "chat_template.jinja").write_text("from file")
-    assert joined(load_chat_template(tmp_path, ()).render([])) == "from file"
+    assert source_of(tmp_path) == "from file"
     for bad in ("[]", "{", "\u00e9".encode("latin-1").decode("latin-1")):
         config.write_text(bad)
         with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
-            load_chat_template(tmp_path, ())
+            source_of(tmp_path)
+
+
+def test_names_of_special_tokens_are_those_of_the_config():
+    config = {"bos_token": {"content": "<b>"}, "eos_token": "<e>", "unk_token": None}
+    template = ChatTemplate("{{ bos_token }} {{ eos_token }}", special_names(config), ())
+    assert joined(template.render([])) == "<b> <e>"
 
 
 def test_variables_are_known():
