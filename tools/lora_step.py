@@ -38,10 +38,10 @@ from multilora_cli.models.loader import load_decoder
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.pages import ATTENTION
 from multilora_kernels.add_lora import add_lora
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.bench.lora import forced
 from multilora_kernels.layout import GROUPS, MODULES, page_bytes, plan_image
 from multilora_kernels.lora_choice import Choose, LoraChoice, choose
-from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.table import AdapterTable

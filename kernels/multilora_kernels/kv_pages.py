@@ -12,6 +12,7 @@ Where Triton has no e4m3 (before sm_89, and in the interpreter, whose cast gets 
 kernels see raw codes as uint8 and convert by integer arithmetic, with the same result.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,58 @@ from multilora_kernels.layout import TOKENS_PER_PAGE
 
 FP8 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """The keys and values of one layer, in pages of the pool.
+
+    A page viewed in `dtype` is [num_layers, 2 (K, V), num_kv_heads, 16 (tokens), head_dim].
+    """
+
+    pool: torch.Tensor  # uint8 [num_pages, page_bytes], contiguous
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # how keys and values are stored: that of the queries, or FP8
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of one layer in a page."""
+        return 2 * self.num_kv_heads * TOKENS_PER_PAGE * self.head_dim
+
+    @property
+    def start(self) -> int:
+        """Where this layer begins in a page, in elements."""
+        return self.layer * self.layer_elements
+
+    @property
+    def page_elements(self) -> int:
+        """Elements from one page to the next."""
+        return self.pool.shape[1] // self.dtype.itemsize
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """The pool as kernels address it: a view in `dtype`, or uint8 where that is FP8's code."""
+        pool = self.pool
+        if self.dtype == FP8 and not (pool.is_cuda and chip_of(pool.device.index or 0).has_fp8):
+            return pool
+        return pool.view(self.dtype)
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The layer as a view [num_pages, 2, num_kv_heads, 16, head_dim]."""
+        shape = (2, self.num_kv_heads, TOKENS_PER_PAGE, self.head_dim)
+        return self.pool.view(self.dtype).view(self.pool.shape[0], -1, *shape)[:, self.layer]
+
+    def check(self, x: torch.Tensor) -> None:
+        """Assert what attention and the store ask of it, for rows `x` [T, heads, D]."""
+        pool, layer_bytes = self.pool, self.layer_elements * self.dtype.itemsize
+        assert pool.dtype == torch.uint8 and pool.ndim == 2 and pool.is_contiguous()
+        assert pool.device == x.device and x.shape[2] == self.head_dim
+        assert self.dtype in (x.dtype, FP8), f"KV in {self.dtype}, rows in {x.dtype}"
+        assert pool.shape[1] % layer_bytes == 0, f"pages of {pool.shape[1]} bytes"
+        assert 0 <= self.layer < pool.shape[1] // layer_bytes, f"layer {self.layer}"
 
 
 @triton.jit
@@ -70,13 +123,6 @@ def narrow_kv(x, ELEMENT: tl.constexpr):
         return x.to(ELEMENT)
 
 
-def kv_elements(pool: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
-    """The pool as kernels address it: a view in `kv_dtype`, or uint8 where that is FP8's code."""
-    if kv_dtype == FP8 and not (pool.is_cuda and chip_of(pool.device.index or 0).has_fp8):
-        return pool
-    return pool.view(kv_dtype)
-
-
 def compute_type(dtype: torch.dtype, kv_dtype: torch.dtype) -> Any:
     """Operand type of attention's multiplies for queries of `dtype`; fp32 under the interpreter.
 
@@ -98,20 +144,12 @@ def to_kv(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
     return x.to(kv_dtype)
 
 
-def kv_pages(
-    pool: torch.Tensor, dtype: torch.dtype, num_kv_heads: int, head_dim: int
-) -> torch.Tensor:
-    """The pool as KV pages: a view [num_pages, num_layers, 2, num_kv_heads, 16, head_dim]."""
-    page = pool.view(dtype)
-    return page.view(page.shape[0], -1, 2, num_kv_heads, TOKENS_PER_PAGE, head_dim)
-
-
 def gather_kv(
     pages: torch.Tensor, table: torch.Tensor, first: int, seq_len: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of tokens [first, seq_len) as `dtype`, each [B, Hkv, seq_len - first, D].
 
-    `pages` is one layer's [num_pages, 2, Hkv, 16, D], `table` [B, at least the pages needed].
+    `pages` is a layer's (KvLayer.pages), `table` [B, at least the pages needed].
     """
     skipped = first // TOKENS_PER_PAGE
     used = table[:, skipped : -(-seq_len // TOKENS_PER_PAGE)].long()

@@ -7,8 +7,7 @@ context, so row `query_start[i] + j` stands at `seq_lens[i] - query_len + j`. lo
 `p - sliding_window + 1` with a window. Query head h reads KV head `h // (Hq / Hkv)`.
 
 q        [T, Hq, D]              bf16, fp16 or fp32; D a multiple of 16 from 16 to 256
-pool     [num_pages, page_bytes] uint8; a page viewed in the KV dtype, which is q's or FP8
-         (see kv_pages), is [num_layers, 2 (K, V), Hkv, 16 (tokens), D]
+kv       the pages of one layer (kv_pages.KvLayer), in q's dtype or FP8
 out      [T, Hq, D]              q's dtype; rows of a sequence with seq_len 0 are zero
 
 Whatever a page holds outside [lo, seq_len) is never multiplied: freed pages hold NaN.
@@ -18,78 +17,53 @@ A sequence's rows do not depend on what else is in the batch, bit for bit.
 import torch
 
 from multilora_kernels.attention_batch import AttentionBatch
-from multilora_kernels.kv_pages import FP8, kv_pages
+from multilora_kernels.kv_pages import KvLayer
 from multilora_kernels.launch import on_host
-from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.paged_decode import decode_ref, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_ref
 
-__all__ = ["AttentionBatch", "paged_attention", "paged_attention_ref"]
 
-
-def _check(
-    q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    num_kv_heads: int,
-    batch: AttentionBatch,
-    kv_dtype: torch.dtype,
-) -> None:
+def _check(q: torch.Tensor, kv: KvLayer, batch: AttentionBatch) -> None:
     assert q.ndim == 3 and q.stride(2) == 1 and q.stride(1) == q.shape[2], "q must be [T, Hq, D]"
     heads, head_dim = q.shape[1], q.shape[2]
     assert head_dim % 16 == 0 and 16 <= head_dim <= 256, f"head_dim {head_dim}"
-    assert heads % num_kv_heads == 0, f"{heads} query heads over {num_kv_heads} KV heads"
-    assert pool.dtype == torch.uint8 and pool.ndim == 2 and pool.is_contiguous()
-    assert kv_dtype in (q.dtype, FP8), f"KV in {kv_dtype}, queries in {q.dtype}"
-    layer_bytes = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim * kv_dtype.itemsize
-    assert pool.shape[1] % layer_bytes == 0 and layer < pool.shape[1] // layer_bytes
+    assert heads % kv.num_kv_heads == 0, f"{heads} query heads over {kv.num_kv_heads} KV heads"
+    kv.check(q)
     for tensor in (batch.query_start, batch.seq_lens, batch.page_table):
         assert tensor.dtype == torch.int32 and tensor.device == q.device
-    assert batch.page_table.stride(1) == 1 and pool.device == q.device
+    assert batch.page_table.stride(1) == 1
     assert batch.query_start.shape[0] == batch.num_sequences + 1
     assert batch.num_decodes <= batch.num_sequences
 
 
 def paged_attention(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    num_kv_heads: int,
+    kv: KvLayer,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Attention of every token row over its own sequence; returns out [T, Hq, D].
-
-    `kv_dtype` is how the pool holds K and V: float8_e4m3fn, or None for q's dtype.
-    """
-    kv_dtype = kv_dtype or q.dtype
-    _check(q, pool, layer, num_kv_heads, batch, kv_dtype)
-    arguments = (q, pool, layer, num_kv_heads, batch, scale, sliding_window)
+    """Attention of every token row over its own sequence; returns out [T, Hq, D]."""
+    _check(q, kv, batch)
     if on_host(q.device):
-        return paged_attention_ref(*arguments, kv_dtype)
+        return paged_attention_ref(q, kv, batch, scale, sliding_window)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if batch.num_decodes > 0:
-        paged_decode(*arguments, out, kv_dtype=kv_dtype)
+        paged_decode(q, kv, batch, scale, sliding_window, out)
     if batch.num_decodes < batch.num_sequences:
-        paged_prefill(*arguments, out, kv_dtype=kv_dtype)
+        paged_prefill(q, kv, batch, scale, sliding_window, out)
     return out
 
 
 def paged_attention_ref(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    num_kv_heads: int,
+    kv: KvLayer,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None = None,
-    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The same in torch, also the path on a CPU: gathers each sequence's pages, then SDPA."""
-    out = torch.zeros_like(q)
-    pages = kv_pages(pool, kv_dtype or q.dtype, num_kv_heads, q.shape[2])[:, layer]
+    out, pages = torch.zeros_like(q), kv.pages
     starts, lens = batch.query_start.tolist(), batch.seq_lens.tolist()
     # Decode rows of one length share a call. Padding unequal rows to one length would be faster
     # still, but then a row's last bits would depend on its neighbours.

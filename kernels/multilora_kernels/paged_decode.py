@@ -2,7 +2,7 @@
 
     out[i] = softmax(scale * q[i] . K_i[lo:n]) V_i[lo:n]    n = seq_lens[i], lo = max(0, n - window)
 
-q, out [B, Hq, D] (bf16, fp16, fp32), pool and page table as in `paged_attention`; out is written
+q, out [B, Hq, D] (bf16, fp16, fp32), pages and page table as in `paged_attention`; out is written
 in place. A program handles the query heads of one KV head of one sequence, over some consecutive
 splits of its context. Where the splits lie depends on the sequence's own length only. How many of
 them a program takes depends on all lengths, read on the device, so that the launch makes about one
@@ -24,9 +24,9 @@ import triton.language as tl
 
 from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.kv_pages import (
+    KvLayer,
     compute_type,
     gather_kv,
-    kv_elements,
     query_as,
     widen_kv,
 )
@@ -310,12 +310,6 @@ def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[
     }
 
 
-def decode_workspace_bytes(num_sequences: int, num_heads: int, head_dim: int) -> int:
-    """Device memory for partial results that a decode launch of these shapes allocates."""
-    max_splits = 32  # as in every choice
-    return num_sequences * num_heads * max_splits * (head_dim + 2) * 4
-
-
 @lru_cache(maxsize=16)
 def _counters(device: torch.device) -> torch.Tensor:
     """Arrival counters, zero between launches; one launch at a time per device uses them."""
@@ -327,36 +321,31 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 def paged_decode(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    num_kv_heads: int,
+    kv: KvLayer,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,
     choice: dict[str, Any] | None = None,
-    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Attention of the first `batch.num_decodes` rows of q [T, Hq, D], written to out in place."""
-    kv_dtype = kv_dtype or q.dtype
     rows, heads, head_dim = batch.num_decodes, q.shape[1], q.shape[2]
-    group, itemsize = heads // num_kv_heads, kv_dtype.itemsize
-    assert rows * num_kv_heads <= MAX_COUNTERS and out.is_contiguous()
+    group = heads // kv.num_kv_heads
+    assert rows * kv.num_kv_heads <= MAX_COUNTERS and out.is_contiguous()
     if choice is None:
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
-        choice = decode_choice(chip, head_dim, group, itemsize)
+        choice = decode_choice(chip, head_dim, group, kv.dtype.itemsize)
     choice = dict(choice)
     pdl = chip_for(q.device).has_pdl
     slots, min_split = choice.pop("slots"), choice.pop("min_split")
     max_splits = choice["MAX_SPLITS"]
     assert min_split % choice["BLOCK_N"] == 0, "a split is whole tiles"
-    layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
-    shape = (rows, num_kv_heads, max_splits, group)
+    shape = (rows, kv.num_kv_heads, max_splits, group)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
-    decode_kernel[(max(slots, rows * num_kv_heads),)](
+    decode_kernel[(max(slots, rows * kv.num_kv_heads),)](
         q,
-        kv_elements(pool, kv_dtype),
+        kv.elements,
         out,
         partial,
         state,
@@ -365,14 +354,14 @@ def paged_decode(
         batch.page_table,
         q.stride(0),
         batch.page_table.stride(0),
-        pool.shape[1] // itemsize,
-        layer * layer_elements,
+        kv.page_elements,
+        kv.start,
         scale * 1.4426950408889634,
         sliding_window or 0,
         rows,
         slots,
         min_split,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_KV_HEADS=kv.num_kv_heads,
         GROUP=group,
         BLOCK_B=max(256, next_power_of_2(rows)),
         BLOCK_C=next_power_of_2(group),
@@ -381,7 +370,7 @@ def paged_decode(
         BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
-        COMPUTE=compute_type(q.dtype, kv_dtype),
+        COMPUTE=compute_type(q.dtype, kv.dtype),
         PDL=pdl,
         launch_pdl=pdl,
         **choice,

@@ -2,7 +2,7 @@
 
     out[t] = softmax(scale * q[t] . K_i[lo:p+1]) V_i[lo:p+1]      p, lo as in `paged_attention`
 
-q, out [T, Hq, D] (bf16, fp16, fp32), pool and page table as in `paged_attention`; out is written
+q, out [T, Hq, D] (bf16, fp16, fp32), pages and page table as in `paged_attention`; out is written
 in place. A program handles BLOCK_M rows: consecutive tokens times the query heads of one KV head,
 which read the same keys. Keys that every row of the tile sees are multiplied without a mask.
 """
@@ -16,9 +16,9 @@ import triton.language as tl
 
 from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.kv_pages import (
+    KvLayer,
     compute_type,
     gather_kv,
-    kv_elements,
     query_as,
     widen_kv,
 )
@@ -204,47 +204,43 @@ def prefill_choice(
 
 def paged_prefill(
     q: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    num_kv_heads: int,
+    kv: KvLayer,
     batch: AttentionBatch,
     scale: float,
     sliding_window: int | None,
     out: torch.Tensor,
     choice: dict[str, Any] | None = None,
-    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Attention of every sequence after the first `batch.num_decodes`, written to out in place."""
-    kv_dtype = kv_dtype or q.dtype
     rows = batch.num_sequences - batch.num_decodes
     head_dim, itemsize = q.shape[2], q.element_size()
-    group = q.shape[1] // num_kv_heads
+    group = q.shape[1] // kv.num_kv_heads
     assert out.is_contiguous()
     if choice is None:
         chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
-        choice = prefill_choice(chip, head_dim, group, itemsize, kv_dtype.itemsize)
+        choice = prefill_choice(chip, head_dim, group, itemsize, kv.dtype.itemsize)
     tiles = cdiv(batch.max_query_len, choice["BLOCK_M"] // group)
-    prefill_kernel[(num_kv_heads, rows, tiles)](
+    prefill_kernel[(kv.num_kv_heads, rows, tiles)](
         q,
-        kv_elements(pool, kv_dtype),
+        kv.elements,
         out,
         batch.query_start,
         batch.seq_lens,
         batch.page_table,
         q.stride(0),
         batch.page_table.stride(0),
-        pool.shape[1] // kv_dtype.itemsize,
-        layer * 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim,
+        kv.page_elements,
+        kv.start,
         scale * 1.4426950408889634,
         sliding_window or 0,
         batch.num_decodes,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_KV_HEADS=kv.num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
-        COMPUTE=compute_type(q.dtype, kv_dtype),
+        COMPUTE=compute_type(q.dtype, kv.dtype),
         **choice,
     )
 

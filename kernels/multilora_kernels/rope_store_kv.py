@@ -3,11 +3,11 @@
     q, k, v = the heads of packed[t];  q, k = rms_norm(q), rms_norm(k)  where the model has these
     y[i] = x[i] cos[t, i] - x[i + D/2] sin[t, i]
     y[i + D/2] = x[i + D/2] cos[t, i] + x[i] sin[t, i]
-    out[t] = y of q;  page(slot_mapping[t] // 16)[layer, :, :, slot_mapping[t] % 16] = y of k, v
+    out[t] = y of q;  page(slot_mapping[t] // 16)[:, :, slot_mapping[t] % 16] = y of k, v
 
 packed        [T, Hq + 2 Hkv, D]      bf16, fp16 or fp32; q, k, v heads in this order
 cos, sin      [T, 1, D / 2]           fp32, contiguous
-pool          [num_pages, page_bytes] uint8, written in place; layout and dtypes as in `store_kv`
+kv            kv_pages.KvLayer         pages, in packed's dtype or FP8; written in place
 slot_mapping  [T] int64               page * 16 + offset in the page; -1 skips the token's K and V
 out           [T, Hq, D]              packed's dtype
 
@@ -21,11 +21,10 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.kv_pages import FP8, kv_elements, narrow_kv
+from multilora_kernels.kv_pages import KvLayer, narrow_kv, to_kv
 from multilora_kernels.launch import cdiv, chip_for, next_power_of_2, on_host
 from multilora_kernels.layout import TOKENS_PER_PAGE
 from multilora_kernels.rms_norm import rms_norm_ref
-from multilora_kernels.store_kv import store_kv_ref
 
 
 @dataclass(frozen=True)
@@ -160,36 +159,25 @@ def rope_tables_ref(
 def rope_store_kv(
     packed: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
-    pool: torch.Tensor,
-    layer: int,
-    num_layers: int,
-    num_kv_heads: int,
+    kv: KvLayer,
     slot_mapping: torch.Tensor,
     norm: HeadNorm | None = None,
-    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Queries [T, Hq, D] of packed [T, Hq + 2 Hkv, D]; K and V go to the pool, in place.
 
-    `tables` are those of the tokens' positions. `kv_dtype` is how the pool holds K and V:
-    float8_e4m3fn, or None for packed's dtype.
+    `tables` are those of the tokens' positions.
     """
-    kv_dtype = kv_dtype or packed.dtype
     tokens, all_heads, head_dim = packed.shape
     cos, sin = tables
     assert packed.stride(2) == 1 and packed.stride(1) == head_dim and head_dim % 2 == 0
-    assert all_heads > 2 * num_kv_heads and 0 <= layer < num_layers
+    assert all_heads > 2 * kv.num_kv_heads
+    kv.check(packed)
     assert cos.shape == sin.shape == (tokens, 1, head_dim // 2)
     assert cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
     assert slot_mapping.shape == (tokens,) and slot_mapping.dtype == torch.int64
-    layer_elements = 2 * num_kv_heads * TOKENS_PER_PAGE * head_dim
-    assert pool.dtype == torch.uint8 and pool.is_contiguous()
-    assert kv_dtype in (packed.dtype, FP8)
-    assert pool.shape[1] == num_layers * layer_elements * kv_dtype.itemsize
     if on_host(packed.device):
-        return rope_store_kv_ref(
-            packed, tables, pool, layer, num_layers, num_kv_heads, slot_mapping, norm, kv_dtype
-        )
-    num_heads = all_heads - 2 * num_kv_heads
+        return rope_store_kv_ref(packed, tables, kv, slot_mapping, norm)
+    num_heads = all_heads - 2 * kv.num_kv_heads
     out = torch.empty(tokens, num_heads, head_dim, dtype=packed.dtype, device=packed.device)
     if tokens == 0:
         return out
@@ -202,14 +190,14 @@ def rope_store_kv(
         sin,
         packed if norm is None else norm.q_weight,
         packed if norm is None else norm.k_weight,
-        kv_elements(pool, kv_dtype),
+        kv.elements,
         slot_mapping,
         packed.stride(0),
-        num_layers * layer_elements,
-        layer * layer_elements,
+        kv.page_elements,
+        kv.start,
         0.0 if norm is None else norm.eps,
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
+        NUM_KV_HEADS=kv.num_kv_heads,
         HALF=head_dim // 2,
         TOKENS=TOKENS_PER_PAGE,
         NORMED=norm is not None,
@@ -223,20 +211,20 @@ def rope_store_kv(
 def rope_store_kv_ref(
     packed: torch.Tensor,
     tables: tuple[torch.Tensor, torch.Tensor],
-    pool: torch.Tensor,
-    layer: int,
-    num_layers: int,
-    num_kv_heads: int,
+    kv: KvLayer,
     slot_mapping: torch.Tensor,
     norm: HeadNorm | None = None,
-    kv_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The same in torch, also the path on a CPU."""
-    q, k, v = packed.split((packed.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+    heads = kv.num_kv_heads
+    q, k, v = packed.split((packed.shape[1] - 2 * heads, heads, heads), dim=1)
     if norm is not None:
         q = rms_norm_ref(q, norm.q_weight, norm.eps)
         k = rms_norm_ref(k, norm.k_weight, norm.eps)
-    store_kv_ref(rotate_ref(k, *tables), v, pool, layer, num_layers, slot_mapping, kv_dtype)
+    kept = slot_mapping >= 0
+    page, offset = slot_mapping[kept] // TOKENS_PER_PAGE, slot_mapping[kept] % TOKENS_PER_PAGE
+    kv.pages[page, 0, :, offset] = to_kv(rotate_ref(k, *tables)[kept], kv.dtype)
+    kv.pages[page, 1, :, offset] = to_kv(v[kept], kv.dtype)
     return rotate_ref(q, *tables)
 
 

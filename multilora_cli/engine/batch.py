@@ -17,7 +17,7 @@ from multilora_cli.engine.page_rows import padded_columns
 from multilora_cli.layers.context import RowAdapters, StepContext
 from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
-from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.staging import Staging

@@ -27,7 +27,7 @@ from multilora_cli.engine.page_rows import PageRows, table_columns
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
 from multilora_cli.models.decoder import Decoder
 from multilora_cli.sizing.budget import BASE_KIND, StepKind, step_kind, step_kinds
-from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.pick_tokens import Picked, pick_tokens
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows

@@ -14,7 +14,7 @@ from multilora_cli.models.loader import load_decoder
 from multilora_cli.progress import Report
 from multilora_cli.sizing.geometry import read_geometry
 from multilora_cli.sizing.pages import kv_page_bytes, pages_for_tokens
-from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.attention_batch import AttentionBatch
 
 WINDOW = 512  # tokens: each is predicted from those before it in its window
 # Logits are taken in slices: 128 rows of a vocabulary of 128k are 67 MB in float32.

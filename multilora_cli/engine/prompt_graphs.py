@@ -30,7 +30,7 @@ from multilora_cli.sizing.budget import (
     step_kind,
     step_kinds,
 )
-from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.spread_rows import spread_rows
 from multilora_kernels.staging import Staging

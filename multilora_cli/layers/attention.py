@@ -6,6 +6,7 @@ import torch
 
 from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.linear import LoraLinear
+from multilora_kernels.kv_pages import KvLayer
 from multilora_kernels.paged_attention import paged_attention
 from multilora_kernels.rope_store_kv import HeadNorm, rope_store_kv
 from multilora_kernels.rows import Rows
@@ -15,7 +16,6 @@ from multilora_kernels.rows import Rows
 class HeadShape:
     """How the packed projection of one layer splits into heads."""
 
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -37,29 +37,13 @@ class Attention:
         self, rows: Rows, tables: tuple[torch.Tensor, torch.Tensor], ctx: StepContext
     ) -> torch.Tensor:
         """Rows [T, hidden] and the step's rotary tables; returns [T, hidden]."""
-        shape, layer = self.shape, self.qkv.layer
+        shape = self.shape
         packed = self.qkv(rows, ctx).view(
             -1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
         )
-        q = rope_store_kv(
-            packed,
-            tables,
-            ctx.pool,
-            layer,
-            shape.num_layers,
-            shape.num_kv_heads,
-            ctx.slot_mapping,
-            self.head_norm,
-            ctx.kv_dtype,
-        )
-        attended = paged_attention(
-            q,
-            ctx.pool,
-            layer,
-            shape.num_kv_heads,
-            ctx.attention,
-            scale=shape.head_dim**-0.5,
-            sliding_window=shape.sliding_window,
-            kv_dtype=ctx.kv_dtype,
-        )
+        dtype = ctx.kv_dtype or packed.dtype
+        kv = KvLayer(ctx.pool, self.qkv.layer, shape.num_kv_heads, shape.head_dim, dtype)
+        q = rope_store_kv(packed, tables, kv, ctx.slot_mapping, self.head_norm)
+        scale = shape.head_dim**-0.5
+        attended = paged_attention(q, kv, ctx.attention, scale, shape.sliding_window)
         return self.out(Rows(attended.flatten(1)), ctx)

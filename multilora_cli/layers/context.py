@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.table import AdapterTable

@@ -171,7 +171,6 @@ class Decoder:
             self._norm(prefix + "input_layernorm", hidden),
             Attention(
                 HeadShape(
-                    geometry.num_layers,
                     geometry.num_heads,
                     geometry.num_kv_heads,
                     head_dim,

@@ -13,9 +13,9 @@ import torch
 
 from multilora_cli.layers.context import StepContext
 from multilora_cli.models.decoder import Decoder
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.layout import TOKENS_PER_PAGE, plan_image
 from multilora_kernels.lora_choice import is_decode
-from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.table import AdapterTable
 

@@ -27,9 +27,9 @@ from multilora_cli.sizing.budget import PromptStep
 from multilora_cli.sizing.geometry import ModelGeometry, geometry_from_config
 from multilora_cli.sizing.pages import kv_page_bytes
 from multilora_kernels import penalise, pick_tokens
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.compile_ahead import compile_only
 from multilora_kernels.layout import Extras, plan_image
-from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.silu_mul import silu_mul
 from multilora_kernels.table import AdapterTable

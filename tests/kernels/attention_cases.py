@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from multilora_kernels.paged_attention import AttentionBatch
+from multilora_kernels.attention_batch import AttentionBatch
+from multilora_kernels.kv_pages import KvLayer
 
 TOKENS = 16
 # Largest absolute difference from fp64 for outputs of order 1: a few roundings of the output.
@@ -17,15 +18,12 @@ class AttentionCase:
     """One batch, its pool, and the contiguous keys and values that the pool holds."""
 
     q: torch.Tensor  # [T, Hq, D]
-    pool: torch.Tensor  # uint8, NaN wherever no context lies
-    layer: int
-    num_kv_heads: int
+    kv: KvLayer  # NaN wherever no context lies
     batch: AttentionBatch
     scale: float
     keys: list[torch.Tensor]  # per sequence [seq_len, Hkv, D]
     values: list[torch.Tensor]
     query_lens: list[int]
-    kv_dtype: torch.dtype | None = None  # of the pool; None: q's
 
     def row(self, index: int) -> "AttentionCase":
         """Sequence `index` alone, in the same pool."""
@@ -40,8 +38,8 @@ class AttentionCase:
             int(self.batch.seq_lens[index]),
         )
         q = self.q[start : start + count]
-        kv = ([self.keys[index]], [self.values[index]], [count], self.kv_dtype)
-        return AttentionCase(q, self.pool, self.layer, self.num_kv_heads, batch, self.scale, *kv)
+        dense = ([self.keys[index]], [self.values[index]], [count])
+        return AttentionCase(q, self.kv, batch, self.scale, *dense)
 
 
 def attention_case(
@@ -98,10 +96,8 @@ def attention_case(
         int(seq_lens.max()),
     )
     pool = view.view(num_pages, -1).view(torch.uint8).to(device)
-    scale = head_dim**-0.5
-    return AttentionCase(
-        q.to(device), pool, layer, kv_heads, batch, scale, keys, values, query_lens, kv_dtype
-    )
+    kv = KvLayer(pool, layer, kv_heads, head_dim, stored)
+    return AttentionCase(q.to(device), kv, batch, head_dim**-0.5, keys, values, query_lens)
 
 
 def attention_oracle(case: AttentionCase, sliding_window: int | None = None) -> torch.Tensor:
@@ -110,7 +106,7 @@ def attention_oracle(case: AttentionCase, sliding_window: int | None = None) -> 
     for query_len, key, value in zip(case.query_lens, case.keys, case.values, strict=True):
         q = case.q[start : start + query_len].double()
         start += query_len
-        seq_len, group = key.shape[0], q.shape[1] // case.num_kv_heads
+        seq_len, group = key.shape[0], q.shape[1] // case.kv.num_kv_heads
         if seq_len == 0:
             out.append(torch.zeros_like(q))
             continue

@@ -1,4 +1,4 @@
-"""Attention and store_kv compiled for the cards that are not here, within their shared memory."""
+"""Attention compiled for the cards that are not here, within their shared memory."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from multilora_kernels.kv_pages import FP8, compute_type
 from multilora_kernels.launch import Chip
 from multilora_kernels.paged_decode import decode_choice, decode_kernel
 from multilora_kernels.paged_prefill import prefill_choice, prefill_kernel
-from multilora_kernels.store_kv import launch_choice, store_kv_kernel
 from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
 
 # (head_dim, query heads per KV head, dtype of queries, sliding window)
@@ -114,21 +113,3 @@ def test_attention_on_fp8_pages_compiles(
 ) -> None:
     compile_decode(shape, sm, fp8=True)
     compile_prefill(shape, sm, fp8=True)
-
-
-@pytest.mark.parametrize("sm", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [*NAMES, None], ids=str)
-def test_store_kv_compiles(dtype: torch.dtype | None, sm: int) -> None:
-    """None: bf16 into FP8 pages."""
-    kv = torch.bfloat16 if dtype is None else dtype
-    pages = fp8_pages(sm) if dtype is None else f"*{NAMES[kv]}"
-    signature = types_of(
-        kv,
-        ("k_ptr", "v_ptr"),
-        f"pages_ptr:{pages} slot_mapping_ptr:*i64 stride_kt:i32:16 stride_vt:i32:16"
-        " page_elements:i32:16 layer_start:i32:16",
-    )
-    choice = launch_choice(1024)
-    warps = choice.pop("num_warps")
-    constants = {"num_elements": 1024, "HEAD_DIM": 128, "TOKENS": 16, **choice}
-    assert_fits(store_kv_kernel, signature, constants, sm, warps)

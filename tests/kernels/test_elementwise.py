@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from multilora_kernels.kv_pages import KvLayer
 from multilora_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_kernel, rms_norm_ref
 from multilora_kernels.rope_store_kv import (
     HeadNorm,
@@ -19,7 +20,6 @@ from multilora_kernels.rope_store_kv import (
     rope_tables_kernel,
 )
 from multilora_kernels.silu_mul import silu_mul, silu_mul_kernel
-from multilora_kernels.store_kv import store_kv_ref
 from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
 
 # Two units in the last place, relative; the interpreter rounds bf16 towards zero at every step.
@@ -104,17 +104,17 @@ def check_rope(heads: tuple[int, int, int], normed: bool, dtype: torch.dtype, de
     slots = torch.tensor([5, 40, -1, 16, 63, 0], device=device)
     pool = torch.zeros(4, 3 * 2 * kv_heads * 16 * dim, dtype=dtype, device=device)
     expected_pool = pool.clone()
-    out = rope_store_kv(packed, tables, pool.view(torch.uint8), 1, 3, kv_heads, slots, norm)
-    expected = rope_store_kv_ref(
-        packed, tables, expected_pool.view(torch.uint8), 1, 3, kv_heads, slots, norm
+    kv, expected_kv = (
+        KvLayer(where.view(torch.uint8), 1, kv_heads, dim, dtype) for where in (pool, expected_pool)
     )
+    out = rope_store_kv(packed, tables, kv, slots, norm)
+    expected = rope_store_kv_ref(packed, tables, expected_kv, slots, norm)
     close(out, expected)
     close(pool, expected_pool)
-    values = torch.zeros_like(pool)
-    plain = packed[:, -kv_heads:]
-    store_kv_ref(plain, plain, values.view(torch.uint8), 1, 3, slots)
-    shape = (4, 3, 2, kv_heads, 16, dim)
-    assert torch.equal(pool.view(shape)[:, :, 1], values.view(shape)[:, :, 1])  # V as it came
+    view = pool.view(4, 3, 2, kv_heads, 16, dim)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:  # V as it came
+            assert torch.equal(view[slot // 16, 1, 1, :, slot % 16], packed[token, -kv_heads:])
 
 
 def check_tables(half: int, device: str) -> None:
@@ -168,7 +168,8 @@ def test_rope_turns_a_known_vector() -> None:
     tables = (torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
     pool = torch.zeros(1, 2 * 16 * 2)
     slots = torch.tensor([7])
-    out = rope_store_kv(packed, tables, pool.view(torch.uint8), 0, 1, 1, slots)
+    kv = KvLayer(pool.view(torch.uint8), 0, 1, 2, torch.float32)
+    out = rope_store_kv(packed, tables, kv, slots)
     assert out.tolist() == [[[0.0, 1.0]]]
     pages = pool.view(2, 16, 2)
     assert pages[0, 7].tolist() == [0.0, 1.0] and pages[1, 7].tolist() == [3.0, 4.0]

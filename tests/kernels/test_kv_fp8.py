@@ -5,9 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels.kv_pages import FP8, narrow_kv, to_kv, widen_kv
+from multilora_kernels.kv_pages import FP8, KvLayer, narrow_kv, to_kv, widen_kv
 from multilora_kernels.rope_store_kv import rope_store_kv, rope_store_kv_ref
-from multilora_kernels.store_kv import store_kv, store_kv_ref
 
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
@@ -71,23 +70,17 @@ def check_store(dtype: torch.dtype, device: str) -> None:
     slots = torch.tensor([5, 40, -1, 16, 63, 0], device=device)
     pool = torch.randint(0, 256, (pages, layers * 2 * heads * 16 * dim), generator=seeded())
     pool = pool.to(torch.uint8).to(device)
-    expected, plain = pool.clone(), pool.clone()
-    k, v = packed[:, 4 : 4 + heads], packed[:, 4 + heads :]
-    store_kv_ref(k, v, expected, 1, layers, slots, FP8)
-    store_kv(k, v, plain, 1, layers, slots, FP8)
-    assert torch.equal(plain, expected)
-    view = plain.view(FP8).view(pages, layers, 2, heads, 16, dim)
-    assert torch.equal(view[2, 1, 1, :, 8].float(), to_kv(v[1], FP8).float())
-    assert int((plain != pool).any(1).sum()) == 4  # pages 0, 1, 2, 3 hold the five tokens
     angles = torch.randn(6, 1, dim // 2, generator=seeded()).to(device)
     tables = (angles.cos(), angles.sin())
     turned, other = pool.clone(), pool.clone()
-    arguments = (1, layers, heads, slots)
-    out = rope_store_kv(packed, tables, turned, *arguments, kv_dtype=FP8)
-    out_ref = rope_store_kv_ref(packed, tables, other, *arguments, kv_dtype=FP8)
+    kv, kv_ref = (KvLayer(where, 1, heads, dim, FP8) for where in (turned, other))
+    out = rope_store_kv(packed, tables, kv, slots)
+    out_ref = rope_store_kv_ref(packed, tables, kv_ref, slots)
     torch.testing.assert_close(out, out_ref, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
     shape = (pages, layers, 2, heads, 16, dim)
     stored, wanted = turned.view(FP8).view(shape), other.view(FP8).view(shape)
+    assert torch.equal(stored[2, 1, 1, :, 8].float(), to_kv(packed[1, 4 + heads :], FP8).float())
+    assert int((turned != pool).any(1).sum()) == 4  # pages 0, 1, 2, 3 hold the five tokens
     assert torch.equal(
         stored[:, 1, 1].float().nan_to_num(-1), wanted[:, 1, 1].float().nan_to_num(-1)
     )

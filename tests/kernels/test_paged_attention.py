@@ -38,16 +38,13 @@ HEADS = [((1, 1), 16), ((6, 2), 48), ((7, 1), 80), ((20, 1), 128), ((8, 8), 256)
 
 
 def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
-    return paged_attention(
-        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, window,
-        case.kv_dtype,
-    )  # fmt: skip
+    return paged_attention(case.q, case.kv, case.batch, case.scale, window)
 
 
 def run_decode(case: AttentionCase, window: int | None = None, slots: int = 16) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan"))
-    arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
-    paged_decode(*arguments, window, out, {**CHOICE, "slots": slots}, case.kv_dtype)
+    arguments = (case.q, case.kv, case.batch, case.scale)
+    paged_decode(*arguments, window, out, {**CHOICE, "slots": slots})
     return out
 
 

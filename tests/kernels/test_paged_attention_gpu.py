@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multilora_kernels.kv_pages import FP8
+from multilora_kernels.attention_batch import AttentionBatch
+from multilora_kernels.kv_pages import FP8, KvLayer
 from multilora_kernels.launch import H200, RTX_4090, Chip, force_chip
-from multilora_kernels.paged_attention import AttentionBatch, paged_attention
+from multilora_kernels.paged_attention import paged_attention
 from multilora_kernels.paged_decode import decode_choice, paged_decode
-from multilora_kernels.store_kv import store_kv, store_kv_ref
+from multilora_kernels.rope_store_kv import rope_store_kv
 from tests.kernels.attention_cases import (
     TOLERANCE,
     AttentionCase,
@@ -34,10 +35,7 @@ def chip(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
-    return paged_attention(
-        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, window,
-        case.kv_dtype,
-    )  # fmt: skip
+    return paged_attention(case.q, case.kv, case.batch, case.scale, window)
 
 
 def check(case: AttentionCase, out: torch.Tensor, window: int | None = None) -> None:
@@ -110,13 +108,13 @@ def test_division_over_programs_keeps_the_bits_gpu(window: int | None) -> None:
     """Whole rows, several splits, single splits to a program: the same bits."""
     case = attention_case(DECODES, (32, 8), 128, torch.bfloat16, "cuda")
     choice = decode_choice(H200, 128, 4, 2)
-    arguments = (case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale)
+    arguments = (case.q, case.kv, case.batch, case.scale)
     expected = torch.empty_like(case.q)
-    paged_decode(*arguments, window, expected, {**choice, "slots": 1}, case.kv_dtype)
+    paged_decode(*arguments, window, expected, {**choice, "slots": 1})
     check(case, expected, window)
     for slots in (7, 60, 132, 264, 500, 2000, 100_000):
         out = torch.full_like(case.q, float("nan"))
-        paged_decode(*arguments, window, out, {**choice, "slots": slots}, case.kv_dtype)
+        paged_decode(*arguments, window, out, {**choice, "slots": slots})
         assert torch.equal(out, expected), slots
 
 
@@ -158,33 +156,21 @@ def test_offsets_past_two_to_the_31_gpu() -> None:
     pool = torch.full((pages, page_elements), float("nan"), dtype=torch.bfloat16, device="cuda")
     pool = pool.view(torch.uint8)
     case = attention_case(lens, (32, heads), head_dim, torch.bfloat16, "cuda", spread=1)
-    own = case.pool.shape[0]
+    own = case.kv.pool.shape[0]
     # attention_case makes two layers; its layer 1 becomes layer 3 of the last pages.
     wide = pool.view(torch.bfloat16).view(pages, layers, -1)
-    wide[-own:, 3] = case.pool.view(torch.bfloat16).view(own, 2, -1)[:, 1]
+    wide[-own:, 3] = case.kv.pool.view(torch.bfloat16).view(own, 2, -1)[:, 1]
     table = torch.where(case.batch.page_table < own, case.batch.page_table + pages - own, 2**30)
-    moved = replace(case, pool=pool, layer=3, batch=replace(case.batch, page_table=table.int()))
+    kv = replace(case.kv, pool=pool, layer=3)
+    moved = replace(case, kv=kv, batch=replace(case.batch, page_table=table.int()))
     check(moved, run(moved))
     slots = torch.tensor([pages * 16 - 1, -1, pages * 16 - 20], device="cuda")
-    k, v = (torch.randn(3, heads, head_dim, device="cuda").bfloat16() for _ in range(2))
-    store_kv(k, v, pool, 2, layers, slots)
+    packed = torch.randn(3, 3 * heads, head_dim, device="cuda").bfloat16()
+    ones = torch.ones(3, 1, head_dim // 2, device="cuda")
+    rope_store_kv(packed, (ones, 0 * ones), replace(kv, layer=2), slots)
+    k, v = packed[:, heads : 2 * heads], packed[:, 2 * heads :]
     view = pool.view(torch.bfloat16).view(pages, layers, 2, heads, 16, head_dim)
     assert torch.equal(view[-1, 2, 0, :, 15], k[0]) and torch.equal(view[-2, 2, 1, :, 12], v[2])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 16), (3, 80), (8, 128), (16, 256)], ids=str)
-def test_store_kv_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    heads, head_dim = shape
-    packed = torch.randn(70, 3, heads, head_dim, device="cuda").to(dtype)
-    elements = 3 * 2 * heads * 16 * head_dim * dtype.itemsize
-    pool = torch.randint(0, 256, (20, elements), dtype=torch.uint8, device="cuda")
-    slots = torch.randperm(320, device="cuda")[:70]
-    slots[::7] = -1
-    expected = pool.clone()
-    store_kv_ref(packed[:, 1], packed[:, 2], expected, 1, 3, slots)
-    store_kv(packed[:, 1], packed[:, 2], pool, 1, 3, slots)
-    assert torch.equal(pool, expected)
 
 
 def test_long_context_alone_gpu() -> None:
@@ -200,6 +186,7 @@ def test_long_context_alone_gpu() -> None:
     starts = torch.tensor([0, 1], dtype=torch.int32, device="cuda")
     batch = AttentionBatch(starts, lens, table, 1, 1, tokens)
     scale = head_dim**-0.5
-    case = AttentionCase(q, pool.view(torch.uint8), 0, heads, batch, scale, [keys], [values], [1])
+    kv = KvLayer(pool.view(torch.uint8), 0, heads, head_dim, torch.bfloat16)
+    case = AttentionCase(q, kv, batch, scale, [keys], [values], [1])
     difference = (run(case).double() - attention_oracle(case)).abs().max()
     assert difference < 1e-3  # outputs are of order 0.005 here

@@ -15,10 +15,7 @@ MIXED = [(1, 1), (1, 16), (1, 17), (1, 40), (1, 40), (5, 5), (7, 20), (33, 49)]
 
 
 def run(case: AttentionCase, sliding_window: int | None = None) -> torch.Tensor:
-    return paged_attention_ref(
-        case.q, case.pool, case.layer, case.num_kv_heads, case.batch, case.scale, sliding_window,
-        case.kv_dtype,
-    )  # fmt: skip
+    return paged_attention_ref(case.q, case.kv, case.batch, case.scale, sliding_window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 8, 16, 37])

@@ -18,10 +18,10 @@ from multilora_cli.layers import linear
 from multilora_cli.layers.context import StepContext
 from multilora_cli.layers.linear import LoraLinear
 from multilora_kernels import add_lora, lora_choice, side_stream, work_lists
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.launch import H200, RTX_4090, Chip
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.lora_choice import GroupShape
-from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.rows import Rows
 from multilora_kernels.segments import Segments
 from multilora_kernels.side_stream import SideStream

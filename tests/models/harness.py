@@ -12,8 +12,8 @@ import torch
 
 from multilora_cli.layers.context import StepContext
 from multilora_cli.models.decoder import Decoder
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.layout import TOKENS_PER_PAGE, ImagePlan, page_bytes
-from multilora_kernels.paged_attention import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.side_stream import SideStream
 from multilora_kernels.table import AdapterTable

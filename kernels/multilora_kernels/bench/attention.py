@@ -1,4 +1,4 @@
-"""Cases for decode and prefill attention and for store_kv, at Llama-3-8B's shapes.
+"""Cases for decode and prefill attention, at Llama-3-8B's shapes.
 
 Contexts lie on randomly placed pages that hold many layers, as in serving; the layers are the
 input sets. Baselines run on contiguous keys and values, which no paged cache has: they are bounds.
@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
-from multilora_kernels.kv_pages import FP8, kv_pages
-from multilora_kernels.paged_attention import AttentionBatch, paged_attention
+from multilora_kernels.kv_pages import FP8, KvLayer
+from multilora_kernels.paged_attention import paged_attention
 from multilora_kernels.paged_decode import decode_key, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_key
-from multilora_kernels.store_kv import store_kv
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -82,6 +82,10 @@ class Inputs:
     num_layers: int
     kv_dtype: torch.dtype
 
+    def kv(self, index: int) -> KvLayer:
+        """Keys and values of input set `index`."""
+        return KvLayer(self.pool, index % self.num_layers, KV_HEADS, HEAD_DIM, self.kv_dtype)
+
 
 def _kv_bytes(kv_dtype: torch.dtype) -> int:
     """Of one token and layer."""
@@ -89,7 +93,7 @@ def _kv_bytes(kv_dtype: torch.dtype) -> int:
 
 
 def _inputs(
-    sequences: int, query_len: int, context: int, device: torch.device, kv_dtype: torch.dtype = BF16
+    sequences: int, query_len: int, context: int, device: torch.device, kv_dtype: torch.dtype
 ) -> Inputs:
     torch.manual_seed(0)
     pages_each = -(-context // PAGE_TOKENS)
@@ -124,10 +128,7 @@ def _contiguous(sequences: int, context: int, sets: int, device: torch.device) -
 
 def _ours(inputs: Inputs) -> Run:
     def run(index: int) -> object:
-        layer = index % inputs.num_layers
-        return paged_attention(
-            inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE, None, inputs.kv_dtype
-        )
+        return paged_attention(inputs.q, inputs.kv(index), inputs.batch, SCALE)
 
     return run
 
@@ -137,9 +138,7 @@ def _with_choice(inputs: Inputs, op: Callable[..., None]) -> Callable[[Mapping[s
 
     def bind(choice: Mapping[str, Any]) -> Run:
         def run(index: int) -> object:
-            layer = index % inputs.num_layers
-            arguments = (inputs.q, inputs.pool, layer, KV_HEADS, inputs.batch, SCALE, None, out)
-            op(*arguments, dict(choice), inputs.kv_dtype)
+            op(inputs.q, inputs.kv(index), inputs.batch, SCALE, None, out, dict(choice))
             return out
 
         return run
@@ -217,38 +216,11 @@ def _prefill_case(sequences: int, query_len: int, context: int, kv_dtype: torch.
     )
 
 
-def _store_case(tokens: int) -> Case:
-    def build(device: torch.device) -> Built:
-        inputs = _inputs(1, 1, max(tokens, 1024), device)
-        pages = inputs.pool.shape[0]
-        slots = torch.randperm(pages * PAGE_TOKENS, device=device)[:tokens]
-        shape = (tokens, KV_HEADS, HEAD_DIM)
-        k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-        view = kv_pages(inputs.pool, torch.bfloat16, KV_HEADS, HEAD_DIM)
-        page, offset = slots // PAGE_TOKENS, slots % PAGE_TOKENS
-
-        def ours(index: int) -> object:
-            layer = index % inputs.num_layers
-            store_kv(k, v, inputs.pool, layer, inputs.num_layers, slots)
-            return inputs.pool
-
-        def indexed(index: int) -> object:
-            layer = index % inputs.num_layers
-            view[page, layer, 0, :, offset] = k
-            view[page, layer, 1, :, offset] = v
-            return view
-
-        return Built(32, {"ours": ours, "torch index_put": indexed})
-
-    return Case("store_kv", {"T": tokens}, 2 * tokens * _kv_bytes(BF16), build)
-
-
 def cases() -> list[Case]:
-    """Decode over batch and context, prefill with and without a cached prefix, store_kv."""
+    """Decode over batch and context, prefill with and without a cached prefix."""
     return [
         *(_decode_case(*shape, BF16) for shape in DECODE),
         *(_prefill_case(*shape, BF16) for shape in PREFILL),
         *(_decode_case(*shape, FP8) for shape in DECODE),
         *(_prefill_case(*shape, FP8) for shape in PREFILL),
-        *(_store_case(tokens) for tokens in (1, 64, 2048)),
     ]

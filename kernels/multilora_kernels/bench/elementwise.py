@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from multilora_kernels.bench.timing import Built, Case, sets_needed
+from multilora_kernels.kv_pages import KvLayer
 from multilora_kernels.rms_norm import add_rms_norm, add_rms_norm_ref
 from multilora_kernels.rope_store_kv import rope_store_kv
 from multilora_kernels.silu_mul import silu_mul, silu_mul_ref
@@ -58,12 +59,11 @@ def _rope_case(tokens: int) -> Case:
         pages = -(-tokens // 16) * 4
         page = torch.zeros(pages, layers * 2 * KV_HEADS * 16 * HEAD_DIM, dtype=BF16, device=device)
         pool = page.view(torch.uint8)
+        kv = [KvLayer(pool, layer, KV_HEADS, HEAD_DIM, BF16) for layer in range(layers)]
         slots = torch.randperm(pages * 16, device=device)[:tokens]
 
         def bind(op: Callable[..., torch.Tensor]) -> Callable[[int], object]:
-            return lambda index: op(
-                packed[index], tables, pool, index % layers, layers, KV_HEADS, slots
-            )
+            return lambda index: op(packed[index], tables, kv[index % layers], slots)
 
         return Built(sets, {"ours": bind(rope_store_kv)})
 
