@@ -80,7 +80,7 @@ def test_steps_begin_behind_copies_whose_images_stay_until_then(
     rig = Rig(fleet.base, **small, host_adapter_bytes=2 * F2_PAGE)
     copier = LateCopier(rig, LateDevice(rig, monkeypatch), monkeypatch)
     found = mixed_traffic(rig, fleet)
-    assert copier.ordered >= 3 and rig.engine.parts.residency._warm.evictions >= 3
+    assert copier.ordered > 1 and rig.engine.parts.residency._warm.evictions > 1
     for request, answers in wanted.items():
         for one, other in zip(answers, found[request], strict=True):
             if "abort" not in (one.finish, other.finish):
