@@ -149,7 +149,7 @@ class Front:
         run = Run(job, self.metrics, held)
         handed_on = False
         try:
-            run.admit(self.client, request.receive, limits.request_s)
+            run.admit(self.client, request.receive, limits.request_s, limits.load_s)
             first = await run.next()  # a failure before the first token is still an HTTP status
             if stream:
                 handed_on = True

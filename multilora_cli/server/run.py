@@ -6,11 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from multilora_cli.engine.messages import Delta, Fault, Submit
+from multilora_cli.engine.messages import AdapterRef, Delta, Fault, Submit
 from multilora_cli.errors import RequestError
 from multilora_cli.server.choice import Choice, Growth, TextRules, Usage
 from multilora_cli.server.client import EngineClient
-from multilora_cli.server.contract import about_adapter, fault_error, internal_error
+from multilora_cli.server.contract import (
+    about_adapter,
+    fault_error,
+    internal_error,
+    unavailable,
+)
 from multilora_cli.server.metrics import Metrics
 from multilora_cli.server.quota import Held
 from multilora_cli.server.replies import Frame
@@ -72,15 +77,23 @@ class Run:
         self._outcome = "abort"
         self._ticket: Ticket | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timers: list[asyncio.TimerHandle] = []
 
-    def admit(self, client: EngineClient, receive: Receive, deadline_s: float) -> None:
-        """Submit to the engine; from here on a client that leaves is noticed."""
+    def admit(
+        self, client: EngineClient, receive: Receive, deadline_s: float, load_s: float
+    ) -> None:
+        """Submit to the engine; from here on a client that leaves is noticed.
+
+        It ends after `deadline_s`, and after `load_s` where its adapter is not in memory by then.
+        """
         ticket = self._ticket = client.submit(self.job.submits)
+        loop = asyncio.get_running_loop()
         adapter = self.job.frame.adapter
         if adapter is not None:
-            self._meter.admitted(found_tier(client.statuses, adapter.digest))
-        loop = asyncio.get_running_loop()
+            tier = found_tier(client.statuses, adapter.digest)
+            self._meter.admitted(tier)
+            if tier == "stored":
+                self._timers.append(loop.call_later(load_s, self._check_loaded, client, adapter))
         self._watcher = loop.create_task(_watch(receive, ticket))
         error = RequestError(
             f"not finished within {deadline_s:g} s",
@@ -88,7 +101,14 @@ class Run:
             code="timeout",
             kind="timeout_error",
         )
-        self._timer = loop.call_later(deadline_s, ticket.fail, error)
+        self._timers.append(loop.call_later(deadline_s, ticket.fail, error))
+
+    def _check_loaded(self, client: EngineClient, adapter: AdapterRef) -> None:
+        """A disk that hangs is told long before the deadline of an answer."""
+        is_begun = any(choice.num_tokens for choice in self.choices)
+        if not is_begun and found_tier(client.statuses, adapter.digest) == "stored":
+            message = f"adapter {adapter.name} is still being read"
+            self._admitted().fail(unavailable("adapter_loading", message, 5))
 
     async def next(self) -> list[Step]:
         """What came since the last call; nothing once all answers ended. Raises RequestError."""
@@ -153,8 +173,8 @@ class Run:
 
     def close(self) -> None:
         """Release everything, whatever happened."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
         if self._ticket is not None:

@@ -21,6 +21,7 @@ from multilora_cli.server.sse import EventStream, whole_reply
 from multilora_cli.server.ticket import Ticket
 from multilora_cli.text.tokenizer import load_tokenizer
 from tests.fakes import EOS, Behaviour, byte_tokenizer
+from tests.server.conftest import InProcess
 from tests.server.test_chat import chat, error_of
 
 METRICS = Metrics("m", 4)
@@ -63,7 +64,7 @@ async def never():
 def run_of(job, batches):
     run = Run(job, METRICS, Quotas(9, 1).take(Grant(), 1, 1))
     engine = Scripted(batches)
-    run.admit(engine, never, 60)
+    run.admit(engine, never, 60, 60)
     return run, engine
 
 
@@ -276,6 +277,37 @@ def test_a_deadline_ends_a_request(serve_fleet):
     with httpx.Client(base_url=server.url, timeout=10) as http:
         assert error_of(chat(http), 408)["code"] == "timeout"
     wait_for(lambda: server.spawner.engine.num_live == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_adapter_that_is_not_read_in_time(tmp_path, monkeypatch, stream):
+    """RELIABILITY 7: a disk that hangs is 503 with Retry-After, long before the deadline; what has
+    begun, and what only waits for its turn, is left alone."""
+    from multilora_cli.server.config import ServerLimits
+
+    async def run():
+        limits = ServerLimits(load_s=0.3)
+        async with InProcess(tmp_path, Behaviour(silent=True), limits=limits) as app:
+            tiers = {"upper": "stored", "acme/legal": "warm"}
+            found = {app.registry.with_digest(name).digest: tier for name, tier in tiers.items()}
+            monkeypatch.setattr(
+                "multilora_cli.server.run.found_tier", lambda _, digest: found[digest]
+            )
+            ask = {
+                name: asyncio.create_task(
+                    app.http.post(
+                        "/v1/chat/completions", json=BODY | {"model": name, "stream": stream}
+                    )
+                )
+                for name in tiers
+            }
+            reply = await asyncio.wait_for(ask["upper"], 5)
+            error = error_of(reply, 503)
+            assert (error["code"], reply.headers["retry-after"]) == ("adapter_loading", "5")
+            assert not ask["acme/legal"].done()
+            ask["acme/legal"].cancel()
+
+    asyncio.run(run())
 
 
 def test_the_queue_is_bounded(serve_fleet):
