@@ -1,6 +1,8 @@
 """`mlora serve`: the fleet behind an OpenAI-compatible API."""
 
 import logging
+import os
+import signal
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
@@ -74,6 +76,7 @@ def serve(
     from multilora_cli.server.launch import Served, run_server
 
     log_to_stderr(getattr(logging, log_level.name))
+    _outlive_reload()
     console = Console(as_json=as_json, quiet=quiet)
     overrides = list(settings or ())
     overrides += [f"server.host={host}"] if host is not None else []
@@ -105,6 +108,12 @@ def _prepare(console: Console, fleet: Path | None, overrides: list[str], poison:
     for name, error in startup.failures:
         console.error(f"adapter {name} is not served: {error.about(name)}", error.hint)
     return startup
+
+
+def _outlive_reload() -> None:
+    """A SIGHUP that comes while the file is being read anyway asks for nothing more."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL and not os.isatty(0):
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _reread(path: Path, overrides: list[str]) -> "FleetBody":

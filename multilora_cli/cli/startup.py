@@ -37,7 +37,7 @@ from multilora_cli.server.changes import (
     merge,
     request_of,
 )
-from multilora_cli.server.config import ServerConfig
+from multilora_cli.server.config import QUEUED, ServerConfig, ServerLimits
 from multilora_cli.sizing.budget import num_slots
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_cli.sizing.hardware import local_card
@@ -241,6 +241,7 @@ def _server_config(
         eos_token_ids=geometry.eos_token_ids,
         host=server.host,
         port=server.port,
+        limits=ServerLimits(max_sequences=engine.max_num_seqs + QUEUED),
         **vars(keys_of(loaded.fleet, secrets)),
     )
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from multilora_cli.errors import BadInput
 from multilora_cli.server.auth import Grant, key_id
 
+QUEUED = 1024  # answers that wait beside those that run
+
 
 @dataclass(frozen=True)
 class ServerLimits:
@@ -20,7 +22,7 @@ class ServerLimits:
     max_headers: int = 100
     max_connections: int = 4096
     max_connections_per_address: int = 256  # loopback is exempt: proxies and benchmarks
-    max_sequences: int = 1280  # admitted and unfinished, running or waiting
+    max_sequences: int = 256 + QUEUED  # admitted and unfinished, running or waiting
     header_s: float = 10.0
     body_s: float = 30.0
     idle_s: float = 60.0

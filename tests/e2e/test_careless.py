@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +67,38 @@ def test_f08_sighup_serves_the_changed_file_or_nothing_of_it(own: Served) -> Non
     wait_for(lambda: reloads(own, "refused") == 2)
     assert "limits.max_num_seqs: running 64, the file says 32" in own.log.read_text()
     assert own.stop() == 0
+
+
+def test_f08_sighup_during_the_start_ends_nothing(signature_fleet: Path, tmp_path: Path) -> None:
+    """As `systemctl reload` right after `start` sends it."""
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "multilora_cli", "serve", str(signature_fleet), "--json"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=errors,
+        )  # fmt: skip
+    server = Served(process, "", signature_fleet, {}, log)
+    try:
+        assert process.stdout is not None
+        stat = Path(f"/proc/{process.pid}/status")
+        wait_for(lambda: _catches(stat, signal.SIGHUP))
+        lines: list[bytes] = []
+        reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        while not lines and process.poll() is None:
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.02)
+        assert process.poll() is None, log.read_text()
+        assert server.stop() == 0
+    finally:
+        server.close()
+
+
+def _catches(status: Path, signum: int) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    (mask,) = (line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(mask.split()[1], 16) >> (signum - 1) & 1)
 
 
 @pytest.mark.parametrize("full", ["stdout", "stderr"])

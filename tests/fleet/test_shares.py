@@ -31,6 +31,14 @@ def test_the_engine_is_told(tmp_path: Path) -> None:
     assert told.prefetch_bytes_per_s == 0
 
 
+def test_the_front_admits_what_runs_and_a_queue(tmp_path: Path) -> None:
+    """RELIABILITY 11: a fleet that runs 4,096 at once is not held to the places of one with 256."""
+    for running in (64, 4096):
+        text = f"limits: {{max_num_seqs: {running}}}\n"
+        server = prepare(write(tmp_path, text), report=lambda *_: None).server
+        assert server.limits.max_sequences == running + 1024
+
+
 def test_weights_by_key_reach_the_front_without_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
