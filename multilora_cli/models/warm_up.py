@@ -1,8 +1,9 @@
 """Runs a decoder once at every size of step, so that no kernel is compiled while it serves.
 
-Kernels are compiled for classes of sizes: a 4-bit or FP8 multiply for each power of two of rows up
-to 128, attention for decode rows and for chunks, LoRA for either. Compiling one takes 0.5 to 2 s,
-which the first prompt and every running answer would wait for.
+Kernels are compiled for classes of sizes: an FP8 multiply for each power of two of rows up to 128,
+a 4-bit one for tiles of 128 above that too, attention for decode rows and for chunks, LoRA for
+either. Compiling one takes 0.5 to 2 s, which the first prompt and every running answer would wait
+for.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from multilora_kernels.table import AdapterTable
 
 _RANK = 16  # sizes launches and compiles nothing anew
 _STAND_IN = 1  # a slot
+# Rows of which a 4-bit multiply on Hopper has three tiles, and then shares K as it does for neither
+# two nor four.
+_THREE_TILES = 384
 
 
 @torch.inference_mode()
@@ -32,14 +36,14 @@ def warm_up(
     kv_dtype: torch.dtype | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Steps of 1, 2, 4 ... `max_tokens` tokens: a decode row, and a chunk of the others.
+    """Steps of each of `step_sizes`: a decode row, and a chunk of the others.
 
     The pool is not written, and no step takes more memory than one that is served.
 
     With `adapters` (a settled, empty table) their launches are part of each step.
     `progress` is told how many steps are done, and of how many.
     """
-    sizes = list(_sizes(max_tokens))
+    sizes = list(step_sizes(max_tokens))
     with _stand_in(decoder, pool, adapters):
         for index, num_tokens in enumerate(sizes):
             progress(index, len(sizes))
@@ -74,12 +78,10 @@ def _stand_in(
         segments.build([0])  # no longer sized for a capture
 
 
-def _sizes(max_tokens: int) -> Iterator[int]:
-    """Powers of two below `max_tokens`, then itself."""
-    size = 1
-    while size < max_tokens:
-        yield size
-        size *= 2
+def step_sizes(max_tokens: int) -> Iterator[int]:
+    """Powers of two and `_THREE_TILES` below `max_tokens`, then itself."""
+    sizes = {1 << power for power in range(max_tokens.bit_length())} | {_THREE_TILES}
+    yield from sorted(size for size in sizes if size < max_tokens)
     yield max_tokens
 
 

@@ -63,7 +63,7 @@ def test_nothing_is_written_and_steps_go_on(
     monkeypatch.setattr(Segments, "prepare_capture", prepare)
     segments = Segments(600, "cpu")
     warm_up(runner.decoder, runner.pool, 600, (runner.table, segments))
-    assert sized == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert sized == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512]
     assert torch.equal(runner.pool, pool)
     assert segments.num_tokens == 1 and not segments.has_adapters
     assert log_probability_gap(runner.run([Row(prompt)])[0], before) < 1e-6
