@@ -36,7 +36,6 @@ RUN = 128  # logits that one maximum is kept of
 RUNS = TILE // RUN
 
 _NUMBERS = 3
-_INTEGERS = 3
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,7 @@ def engine_for(
         with settled_interpreter():
             yield engine
     finally:
-        if engine.parts.loaders is not None:
-            engine.parts.loaders.shutdown()
+        engine.close()
         del engine
         gc.collect()
         _empty_device_cache()

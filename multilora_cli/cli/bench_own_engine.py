@@ -36,5 +36,4 @@ def own_engine(console: Console, fleet: Path | None) -> "Iterator[EngineTarget]"
         with settled_interpreter():
             yield EngineTarget(engine, startup.registry, facts)
     finally:
-        if engine.parts.loaders is not None:
-            engine.parts.loaders.shutdown()
+        engine.close()

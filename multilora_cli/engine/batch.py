@@ -15,8 +15,8 @@ import torch
 from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.page_rows import padded_columns
 from multilora_cli.layers.context import RowAdapters, StepContext
-from multilora_cli.memory.kv_cache import pages_for
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS
+from multilora_cli.sizing.pages import pages_for_tokens
 from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.segments import Segments
 from multilora_kernels.side_stream import SideStream
@@ -153,7 +153,7 @@ def late_tokens(
 
 def page_table(rows: Rows[ScheduledRow]) -> Ints:
     """int32 [rows, most pages, rounded up]; unused entries name the scratch page."""
-    counts = [pages_for(row.start + row.length) for row in rows]
+    counts = [pages_for_tokens(row.start + row.length) for row in rows]
     table = np.zeros((len(rows), padded_columns(max(counts))), dtype=np.int32)
     for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
         table[index, :count] = np.frombuffer(row.pages, dtype=np.int32)[:count]

@@ -42,9 +42,10 @@ from multilora_cli.engine.messages import (
 from multilora_cli.engine.phases import PhaseTimes
 from multilora_cli.engine.scheduler import Scheduler
 from multilora_cli.engine.sequence import Sequence, Status
-from multilora_cli.memory.kv_cache import KVCache, pages_for
+from multilora_cli.memory.kv_cache import KVCache
 from multilora_cli.memory.page_pool import PagePool, PageUse
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, PrefixCache, root_key
+from multilora_cli.sizing.pages import pages_for_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -281,7 +282,7 @@ class Engine:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the context holds {parts.max_model_len}",
             )
-        if pages_for(max(longest - 1, len(prompt))) > parts.pool.usable:
+        if pages_for_tokens(max(longest - 1, len(prompt))) > parts.pool.usable:
             return Fault(
                 "context_length_exceeded",
                 f"{longest} tokens of prompt and answer do not fit into the"
@@ -370,6 +371,11 @@ class Engine:
             "prefix_evictions": parts.prefixes.evictions if parts.prefixes is not None else 0,
             "loop_age_s": 0.0,
         }
+
+    def close(self) -> None:
+        """End the loader threads; loads under way are waited for. Nothing may be asked after."""
+        if self.parts.loaders is not None:
+            self.parts.loaders.shutdown()
 
     def check_integrity(self) -> None:
         """Every owner's audit. Raises IntegrityError."""

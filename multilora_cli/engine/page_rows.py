@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multilora_cli.engine.batch_plan import ScheduledRow
-from multilora_cli.memory.kv_cache import pages_for
+from multilora_cli.sizing.pages import pages_for_tokens
 
 _WIDTH = 16  # page tables grow in these steps, so that few shapes exist
 
@@ -19,7 +19,7 @@ def padded_columns(num_pages: int) -> int:
 
 def table_columns(max_context: int) -> int:
     """Columns of a page table for sequences of up to `max_context` tokens."""
-    return padded_columns(pages_for(max_context))
+    return padded_columns(pages_for_tokens(max_context))
 
 
 class PageRows:

@@ -71,9 +71,7 @@ class Probe:
 
     def close(self) -> None:
         """End the loader threads and drop the engine."""
-        loaders = self._engine.parts.loaders
-        if loaders is not None:
-            loaders.shutdown()
+        self._engine.close()
         del self._engine
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -20,9 +20,10 @@ from multilora_cli.engine.fair_order import FairOrder
 from multilora_cli.engine.messages import Delta, Fault, FinishReason
 from multilora_cli.engine.sequence import Sequence, Status
 from multilora_cli.engine.waits import Reason, Waits, reason_of
-from multilora_cli.memory.kv_cache import KVCache, pages_for
+from multilora_cli.memory.kv_cache import KVCache
 from multilora_cli.memory.page_pool import IntegrityError
 from multilora_cli.memory.prefix_cache import extend_keys
+from multilora_cli.sizing.pages import pages_for_tokens
 
 
 class Leases(Protocol):
@@ -360,7 +361,7 @@ class Scheduler:
     def _is_hopeless(self, sequence: Sequence, now: float) -> bool:
         """End a waiting sequence that can never run, or whose adapter cannot be had."""
         lease = sequence.lease
-        pages = pages_for(sequence.most_kv_tokens) + self._leases.footprint(lease)
+        pages = pages_for_tokens(sequence.most_kv_tokens) + self._leases.footprint(lease)
         if pages > self._limits.usable_pages:
             self.end(sequence, "error", _too_long(sequence, self._limits.usable_pages))
             return True
@@ -381,7 +382,7 @@ class Scheduler:
     def _needs(self, sequence: Sequence) -> int:
         """Pages to keep free for an overdue sequence and its adapter."""
         adapter = self._leases.pages_needed(sequence.lease) if sequence.lease is not None else 0
-        return adapter + pages_for(sequence.kv_tokens)
+        return adapter + pages_for_tokens(sequence.kv_tokens)
 
     def _take_up(self, sequence: Sequence, spare: int) -> bool:
         """Give a waiting sequence pages for all its known tokens and one more."""

@@ -11,11 +11,7 @@ from dataclasses import dataclass, field
 from multilora_cli.memory.eviction import ANYONE, Evictor
 from multilora_cli.memory.page_pool import IntegrityError, PagePool, PageUse
 from multilora_cli.memory.prefix_cache import BLOCK_TOKENS, PrefixCache
-
-
-def pages_for(num_tokens: int) -> int:
-    """Pages that hold `num_tokens` tokens."""
-    return -(-num_tokens // BLOCK_TOKENS)
+from multilora_cli.sizing.pages import pages_for_tokens
 
 
 @dataclass(slots=True)
@@ -68,7 +64,7 @@ class KVCache:
         `spare` pages must be left over, for somebody who has waited longer.
         """
         table = self._tables[seq_id]
-        missing = pages_for(num_tokens) - len(table.pages)
+        missing = pages_for_tokens(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
         if spare and not self._evictor.could_have(missing + spare, order):

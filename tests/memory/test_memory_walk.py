@@ -7,9 +7,10 @@ import pytest
 
 from multilora_cli.memory.eviction import ANYONE, EvictionRule, Evictor
 from multilora_cli.memory.fences import StepClock
-from multilora_cli.memory.kv_cache import KVCache, pages_for
+from multilora_cli.memory.kv_cache import KVCache
 from multilora_cli.memory.page_pool import PagePool, PageUse
 from multilora_cli.memory.prefix_cache import PrefixCache, extend_keys, root_key
+from multilora_cli.sizing.pages import pages_for_tokens
 
 
 @dataclass
@@ -146,7 +147,7 @@ class _Walk:
         self.kv.check_integrity()
         for seq_id, seq in self.live.items():
             table = self.kv.table(seq_id)
-            assert len(table) >= pages_for(len(seq.tokens))
+            assert len(table) >= pages_for_tokens(len(seq.tokens))
             for index in range(len(seq.tokens) // 16):
                 assert self.content[table[index]] == seq.keys[index]
 
