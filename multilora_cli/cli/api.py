@@ -138,7 +138,7 @@ class Api:
         try:
             value = json.loads(response.content)
             msgspec.convert(value, shape)
-        except (ValueError, RecursionError):  # msgspec's is a ValueError
+        except (ValueError, RecursionError, msgspec.MsgspecError):
             raise self._stranger() from None
         return value
 
