@@ -24,7 +24,8 @@ class DeviceMeter:
         self.parts: dict[str, int] = {}
         self.kept = 0  # the most that torch kept during `peak`, reserves included
         self._device = device if device.type == "cuda" else None
-        self._others = _used(device)
+        # A second engine's meter cannot tell the process's context from what others use.
+        self._others = None if self._read(torch.cuda.max_memory_reserved) else _used(device)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -50,7 +51,8 @@ class DeviceMeter:
         """What the driver counts for this process beside torch's books: context, kernels, graphs.
 
         By NVML's count of the whole card, from before this process came to it: wrong by what
-        others took or gave back meanwhile. None where NVML does not tell.
+        others took or gave back meanwhile. None where NVML does not tell, and in a process that had
+        an engine before.
         """
         if self._device is None or self._others is None:
             return None

@@ -76,6 +76,22 @@ def test_every_part_is_counted_where_it_is_taken(monkeypatch: pytest.MonkeyPatch
     assert meter.outside() == 107, "what others have is theirs"
 
 
+def test_a_second_engine_of_a_process_does_not_say_what_the_context_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one's memory is given back at some time: minus 35 GB were recorded so."""
+    device = Device(monkeypatch)
+    DeviceMeter(CARD)
+    device.has_context = True
+    device.allocate(300)
+    second = DeviceMeter(CARD)
+    device.allocate(-300)
+    device.empty_cache()
+    with second.part("pool"):
+        device.allocate(201)
+    assert second.parts == {"pool": 201} and second.outside() is None
+
+
 def test_a_captured_step_is_counted_by_torch_and_by_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
