@@ -4,7 +4,8 @@
 
 Peers' figures, measured on the same kind of card with the same method, are data too:
 docs/benchmarks/lora-peers-h200.jsonl. What adapters add to a captured step is read from
-docs/benchmarks/lora-step-h200.jsonl. Tables replace what lies between their two markers.
+docs/benchmarks/lora-step-h200.jsonl, and what they add in the engine from
+docs/benchmarks/engine-h200.jsonl. Tables replace what lies between their two markers.
 """
 
 import sys
@@ -20,8 +21,10 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "kernels" / "README.md"
 PEERS = ROOT / "docs" / "benchmarks" / "lora-peers-h200.jsonl"
 STEPS = ROOT / "docs" / "benchmarks" / "lora-step-h200.jsonl"
+ENGINE = ROOT / "docs" / "benchmarks" / "engine-h200.jsonl"
 BEGIN, END = "<!-- lora table: begin -->", "<!-- lora table: end -->"
 STEP_BEGIN, STEP_END = "<!-- lora step table: begin -->", "<!-- lora step table: end -->"
+ADDED_BEGIN, ADDED_END = "<!-- lora in the engine: begin -->", "<!-- lora in the engine: end -->"
 # Per cent that a step may take more than without adapters, by rows.
 ASKED: Mapping[str, Mapping[int, int]] = {
     "one": {1: 10, 16: 10, 64: 10, 256: 10},
@@ -165,6 +168,26 @@ def captured_steps(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def added(records: Iterable[Record]) -> list[str]:
+    """What adapters add between two tokens of the running engine, in 16 bits."""
+    found = {
+        (cell["setting"], cell["batch"]): cell
+        for cell in records
+        if cell["kind"] == "cell" and cell["quantization"] == "none"
+    }
+    names = ("adapters", "rows", "base, ms", "with adapters", "asked", "commit")
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    for setting, asked in ASKED.items():
+        for rows, limit in asked.items():
+            cell, base = found[setting, rows], found["base", rows]["step_ms"]
+            share = 100 * (cell["step_ms"] / base - 1)
+            lines.append(
+                f"| {setting} | {rows} | {base:.2f} | {cell['step_ms']:.2f} (+{share:.1f} %) |"
+                f" +{limit} % | {cell['commit']} |"
+            )
+    return lines
+
+
 def main() -> None:
     """Rewrite the tables from the file named on the command line."""
     records = read(Path(sys.argv[1]))
@@ -189,6 +212,7 @@ def main() -> None:
     ]  # fmt: skip
     put(README, BEGIN, "\n".join(parts), END)
     put(README, STEP_BEGIN, "\n".join(captured_steps(read(STEPS))), STEP_END)
+    put(README, ADDED_BEGIN, "\n".join(added(read(ENGINE))), ADDED_END)
 
 
 if __name__ == "__main__":
