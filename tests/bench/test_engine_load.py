@@ -141,7 +141,7 @@ def test_a_load_ends_when_its_time_is_over_and_leaves_nothing_behind() -> None:
     engine = Counting(silent=("a",))
     load = Load(PromptMaker(), concurrency=2, limit_s=0.2)
     result = drive(engine, ask("a", *[""] * 5000, tokens=1000), load)
-    assert 0.2 <= result.duration_s < 1.0
+    assert 0.2 <= result.duration_s < 60  # all of it would take minutes
     assert result.duration_s == max(record.end_s for record in result.records)
     silent, *others = result.records
     assert silent.is_cut and silent.first_s is None and silent.error is None

@@ -234,4 +234,4 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         assert "does not answer" in caught.value.message and "\n" not in caught.value.message
         assert f"hf download {NAME} config.json" in (caught.value.hint or "")
         folder = fetch_config(NAME, COMMIT, cache=tmp_path / "filled", endpoint=endpoint)
-        assert folder.name == COMMIT and time.monotonic() - began < 3
+        assert folder.name == COMMIT and time.monotonic() - began < 4.5
