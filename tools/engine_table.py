@@ -161,6 +161,7 @@ def readme(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
                                       for b in BATCHES))  # fmt: skip
     tight = max((peer for peer in peers if peer["setting"] == "pool"),
                 key=lambda peer: peer["output_tokens_per_s"]["64"])  # fmt: skip
+    load = next(r for r in records if r["kind"] == "loads" and r["quantization"] == "none")
     return [
         f"At commit {commits}:",
         "",
@@ -172,6 +173,11 @@ def readme(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
         "64 adapters and their KV cache in 2.69 GiB:"
         f" {ours['pool', 64]['output_tokens_per_s']:,.0f} tokens/s at 64 rows, where vLLM with that"
         f" memory makes {tight['output_tokens_per_s']['64']}.",
+        "",
+        f"An adapter of {load['adapter_bytes'] / 1e6:.0f} MB that comes beside {load['batch']}"
+        f" streams is used {median(load['first_ms']):.0f} ms after it was asked for from files,"
+        f" {median(load['warm_ms']):.0f} ms from host memory; the streams' tokens come"
+        f" {load['step_ms']:.1f} ms apart, at most {load['gap_max_ms']:.1f} ms meanwhile.",
     ]  # fmt: skip
 
 
