@@ -5,15 +5,13 @@ what leaves for it, with a thousand adapters on the device. Idle ones are theref
 and only those that changed since the last question are looked at again.
 """
 
-import heapq
 from collections.abc import Callable, Iterator
 
 from multilora_cli.adapters.residency_entry import NOBODY, Entry
 from multilora_cli.memory.page_pool import IntegrityError
+from multilora_cli.memory.ranked import Rank, Ranked
 
 _WANTED = 1 << 20  # an idle adapter that somebody waits for leaves after all others
-
-Rank = tuple[float, ...]
 
 
 class IdleAdapters:
@@ -26,8 +24,8 @@ class IdleAdapters:
     def __init__(self, evict: Callable[[Entry], None]) -> None:
         self._evict = evict
         self._changed: set[Entry] = set()
-        self._unwanted = _Ranked()
-        self._wanted = _Ranked()
+        self._unwanted: Ranked[Entry] = Ranked()
+        self._wanted: Ranked[Entry] = Ranked()
 
     def changed(self, entry: Entry) -> None:
         """To be called after every change of state, leases, pin, priority or score."""
@@ -70,12 +68,10 @@ class IdleAdapters:
 
     def _cheapest(self, order: int) -> Entry | None:
         self._take_in()
-        entry = self._unwanted.first()
-        if entry is None:
-            entry = self._wanted.first()
-            if entry is not None and entry.waiting_order() <= order:
-                return None
-        return entry
+        unwanted, wanted = self._unwanted.first(), self._wanted.first()
+        if unwanted is not None:
+            return unwanted[0]
+        return wanted[0] if wanted is not None and wanted[0].waiting_order() > order else None
 
     def _take_in(self) -> None:
         for entry in self._changed:
@@ -95,51 +91,3 @@ def _rank(entry: Entry) -> Rank:
 
 def _pages(entry: Entry) -> int:
     return len(entry.placement.pages) if entry.placement is not None else 0
-
-
-class _Ranked:
-    """Entries by rank, lowest first, and the pages they hold together."""
-
-    def __init__(self) -> None:
-        self.pages = 0
-        self._items: dict[Entry, tuple[Rank, int, int]] = {}  # rank, ticket, pages
-        self._heap: list[tuple[Rank, int, Entry]] = []  # with entries that are out of date
-        self._ticket = 0
-
-    def __iter__(self) -> Iterator[tuple[Entry, int]]:
-        return ((entry, pages) for entry, (_, _, pages) in self._items.items())
-
-    def ranks(self) -> dict[Entry, Rank]:
-        """The rank of every entry."""
-        return {entry: rank for entry, (rank, _, _) in self._items.items()}
-
-    def put(self, entry: Entry, rank: Rank, pages: int) -> None:
-        """Add `entry`, or give it another place."""
-        known = self._items.get(entry)
-        if known is not None and (known[0], known[2]) == (rank, pages):
-            return
-        self.remove(entry)
-        self._ticket += 1
-        self._items[entry] = (rank, self._ticket, pages)
-        self.pages += pages
-        if len(self._heap) > 4 * len(self._items) + 64:
-            self._heap = [(r, ticket, e) for e, (r, ticket, _) in self._items.items()]
-            heapq.heapify(self._heap)
-        else:
-            heapq.heappush(self._heap, (rank, self._ticket, entry))
-
-    def remove(self, entry: Entry) -> None:
-        """Forget `entry`, if it is here."""
-        known = self._items.pop(entry, None)
-        if known is not None:
-            self.pages -= known[2]
-
-    def first(self) -> Entry | None:
-        """The entry of the lowest rank."""
-        while self._heap:
-            _, ticket, entry = self._heap[0]
-            known = self._items.get(entry)
-            if known is not None and known[1] == ticket:
-                return entry
-            heapq.heappop(self._heap)
-        return None

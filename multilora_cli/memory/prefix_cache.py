@@ -7,13 +7,13 @@ KV.
 """
 
 import hashlib
-import heapq
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from multilora_cli.memory.eviction import EvictionRule, decayed
 from multilora_cli.memory.page_pool import IntegrityError, PagePool, PageUse
+from multilora_cli.memory.ranked import Ranked
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 BLOCK_TOKENS = TOKENS_PER_PAGE
@@ -48,7 +48,6 @@ class _Block:
     used_at: float = 0.0
     score: float = 0.0
     idle: bool = False  # no sequence holds the page
-    ticket: int = -1  # of its live entry in the heap
 
 
 class PrefixCache:
@@ -66,8 +65,7 @@ class PrefixCache:
         self.block_s = block_s
         self._blocks: dict[bytes, _Block] = {}
         self._by_page: dict[int, _Block] = {}
-        self._heap: list[tuple[float, int, bytes]] = []
-        self._ticket = 0
+        self._ends: Ranked[bytes] = Ranked()  # keys of idle blocks that none follows, by score
         self._idle = 0
         self.evictions = 0
 
@@ -94,6 +92,7 @@ class PrefixCache:
         block = _Block(key, page, parent, owner, used_at=self._now())
         if parent is not None:
             self._blocks[parent].children += 1
+            self._ends.remove(parent)
         self._blocks[key] = self._by_page[page] = block
         return page
 
@@ -105,6 +104,7 @@ class PrefixCache:
         block.used_at = now
         block.idle = False
         self._idle -= 1
+        self._ends.remove(block.key)
         self._pool.mark(page, PageUse.KV)
 
     def idle(self, page: int) -> None:
@@ -135,19 +135,14 @@ class PrefixCache:
 
     def cheapest(self, order: int) -> tuple[int, float] | None:
         """(priority, score) of the block that would leave first."""
-        while self._heap:
-            score, ticket, key = self._heap[0]
-            block = self._blocks.get(key)
-            if block is not None and block.ticket == ticket and block.idle and not block.children:
-                return 0, score
-            heapq.heappop(self._heap)
-        return None
+        first = self._ends.first()
+        return None if first is None else (0, first[1][0])
 
     def evict_cheapest(self, order: int) -> None:
         """Drop the block that `cheapest` named."""
-        if self.cheapest(order) is not None:
-            _, _, key = heapq.heappop(self._heap)
-            self._drop(self._blocks[key])
+        first = self._ends.first()
+        if first is not None:
+            self._drop(self._blocks[first[0]])
             self.evictions += 1
 
     def check_integrity(self) -> None:
@@ -168,28 +163,25 @@ class PrefixCache:
             raise IntegrityError("a page belongs to no block")
         if any(children[key] != block.children for key, block in self._blocks.items()):
             raise IntegrityError("children are miscounted")
+        self._check_idle()
+
+    def _check_idle(self) -> None:
         if self._idle != sum(b.idle for b in self._blocks.values()):
             raise IntegrityError("idle blocks are miscounted")
+        ends = {b.key: (b.score,) for b in self._blocks.values() if _is_end(b)}
+        if self._ends.ranks() != ends:
+            raise IntegrityError("idle ends of chains are not on offer, or not by score")
 
     def _offer(self, block: _Block) -> None:
-        """Put an idle end of a chain into the heap, with the score of its last use."""
-        if block.idle and not block.children:
-            self._ticket += 1
-            block.ticket = self._ticket
-            heapq.heappush(self._heap, (block.score, block.ticket, block.key))
-            if len(self._heap) > 4 * len(self._blocks) + 64:
-                self._sweep()
-
-    def _sweep(self) -> None:
-        """Rebuild the heap without entries that are out of date."""
-        live = [b for b in self._blocks.values() if b.idle and not b.children]
-        self._heap = [(b.score, b.ticket, b.key) for b in live]
-        heapq.heapify(self._heap)
+        """Let an idle end of a chain leave, with the score of its last use."""
+        if _is_end(block):
+            self._ends.put(block.key, (block.score,))
 
     def _drop(self, block: _Block) -> _Block | None:
         """Forget `block`, free its page and offer its parent, which is returned."""
         del self._blocks[block.key]
         del self._by_page[block.page]
+        self._ends.remove(block.key)
         self._idle -= 1
         self._pool.free([block.page])
         if block.parent is None:
@@ -198,3 +190,8 @@ class PrefixCache:
         parent.children -= 1
         self._offer(parent)
         return parent
+
+
+def _is_end(block: _Block) -> bool:
+    """Whether it can leave: no sequence holds it, and no cached block follows it."""
+    return block.idle and not block.children
