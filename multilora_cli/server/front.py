@@ -22,16 +22,10 @@ from multilora_cli.server.contract import unavailable
 from multilora_cli.server.fleet_apply import FleetApply
 from multilora_cli.server.metrics import Metrics
 from multilora_cli.server.prepare import Texts
-from multilora_cli.server.protocol import (
-    parse_body,
-)
+from multilora_cli.server.protocol import parse_body
 from multilora_cli.server.quota import Quotas
 from multilora_cli.server.recorder import TraceRecorder
-from multilora_cli.server.routing import (
-    caller_of,
-    json_response,
-    read_body,
-)
+from multilora_cli.server.routing import caller_of, json_response, read_body
 from multilora_cli.server.run import Job, Run
 from multilora_cli.server.scrape import EngineView
 from multilora_cli.server.sse import EventStream, whole_reply

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from multilora_cli.engine.messages import AdapterStatus, Reply, Tier
 from multilora_cli.server.buckets import Buckets
+from multilora_cli.server.families import counters
 
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -58,11 +59,9 @@ class Movements:
         )
         self._hops["stored_warm"].add_to(proposed, ())
         yield proposed
-        left = CounterMetricFamily(
+        yield counters(
             "mlora_adapter_evictions",
             "Adapters that left a tier: for room on the device, by an operator, unused, unloaded.",
-            labels=("reason",),
+            "reason",
+            self._left | {"room": evicted_for_room},
         )
-        for reason, count in (self._left | {"room": evicted_for_room}).items():
-            left.add_metric((reason,), count)
-        yield left

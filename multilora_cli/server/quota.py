@@ -10,17 +10,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from multilora_cli.errors import RequestError
 from multilora_cli.server.auth import Grant
+from multilora_cli.server.families import counters, gauges
 
 WINDOW_S = 60.0
 _GRAIN_S = 1.0  # what came within a second is forgotten together, 60 s after the last of it
 _OTHER = "other"
-Throttle = Literal["in_flight", "requests", "tokens", "queue"]
 
 
 class Window:
@@ -152,14 +151,8 @@ class Quotas:
             ("tokens", "Tokens in and out, by tenant."),
             ("throttled", "Requests answered 429, by tenant."),
         ):
-            family = CounterMetricFamily(f"mlora_tenant_{attribute}", text, labels=("tenant",))
-            for name, accounts in rows.items():
-                family.add_metric((name,), sum(getattr(a, attribute) for a in accounts))
-            yield family
-        gauge = GaugeMetricFamily("mlora_tenant_in_flight", "Requests now.", labels=("tenant",))
-        for name, accounts in rows.items():
-            gauge.add_metric((name,), sum(account.in_flight for account in accounts))
-        yield gauge
+            yield counters(f"mlora_tenant_{attribute}", text, "tenant", _sums(rows, attribute))
+        yield gauges("mlora_tenant_in_flight", "Requests now.", "tenant", _sums(rows, "in_flight"))
 
 
 class Held:
@@ -182,6 +175,13 @@ class Held:
         """The request is over; once."""
         self._account.in_flight -= 1
         self._account.sequences -= self._sequences
+
+
+def _sums(rows: Mapping[str, list[Account]], attribute: str) -> dict[str, float]:
+    return {
+        name: sum(getattr(account, attribute) for account in accounts)
+        for name, accounts in rows.items()
+    }
 
 
 def _throttled(limit: str, wait_s: float) -> RequestError:

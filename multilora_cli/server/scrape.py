@@ -5,11 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.engine.messages import AdapterStatus, Snapshot
+from multilora_cli.server.families import counter, counters, gauge, gauges
 from multilora_cli.server.movements import Movements
 from multilora_cli.server.quota import Quotas
 from multilora_cli.server.traffic import Traffic
@@ -40,14 +41,13 @@ class Scrape(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """prometheus_client: the families of this scrape."""
-        yield _gauge("mlora_engine_up", "1 while the engine serves.", float(self._view.up))
-        restarts = self._view.restarts
-        yield CounterMetricFamily("mlora_engine_restarts", "Restarts of the engine.", restarts)
+        yield gauge("mlora_engine_up", "1 while the engine serves.", float(self._view.up))
+        yield counter("mlora_engine_restarts", "Restarts of the engine.", self._view.restarts)
         traffic, labels = self._traffic, self._labels
         yield from traffic.times.collect(labels)
-        yield _counter("vllm:prompt_tokens", traffic.prompt_tokens, labels, "Prompt tokens.")
-        yield _counter(
-            "vllm:generation_tokens", traffic.generation_tokens, labels, "Generated tokens."
+        yield counter("vllm:prompt_tokens", "Prompt tokens.", traffic.prompt_tokens, labels)
+        yield counter(
+            "vllm:generation_tokens", "Generated tokens.", traffic.generation_tokens, labels
         )
         yield from self._engine()
         yield from traffic.adapters.collect()
@@ -72,7 +72,7 @@ class Scrape(Collector):
             ("vllm:num_requests_waiting", "Sequences that wait.", snapshot.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the pool in use.", used),
         ):
-            yield _gauge(name, text, value, labels)
+            yield gauge(name, text, value, labels)
         for name, pages in (
             ("total", snapshot.pages_total),
             ("free", snapshot.pages_free),
@@ -80,44 +80,34 @@ class Scrape(Collector):
             ("cached", snapshot.pages_cached),
             ("adapters", snapshot.pages_adapters),
         ):
-            yield _gauge(f"mlora_pages_{name}", "Pages of the pool.", pages)
+            yield gauge(f"mlora_pages_{name}", "Pages of the pool.", pages)
         for name, value in sorted(snapshot.counters.items()):
             if name.endswith("_s"):
-                yield _gauge(f"mlora_engine_{name}econds", "Of the engine.", value)
+                yield gauge(f"mlora_engine_{name}econds", "Of the engine.", value)
+            elif name in _VLLM:
+                yield counter(_VLLM[name], "Of the engine.", value, labels)
             else:
-                own = f"mlora_engine_{name}"
-                yield _counter(_VLLM.get(name, own), value, labels if name in _VLLM else None)
+                yield counter(f"mlora_engine_{name}", "Of the engine.", value)
 
     def _waits(self, snapshot: Snapshot) -> Iterator[Metric]:
         """What sequences wait for, and how long they have in all."""
-        waiting = GaugeMetricFamily(
-            "mlora_waiting_sequences", "Sequences by what they wait for.", labels=("reason",)
+        waiting = {reason: snapshot.waits.get(reason, 0) for reason in snapshot.wait_seconds}
+        yield gauges(
+            "mlora_waiting_sequences", "Sequences by what they wait for.", "reason", waiting
         )
-        seconds = CounterMetricFamily(
-            "mlora_wait_seconds", "Seconds waited, by what for.", labels=("reason",)
+        yield counters(
+            "mlora_wait_seconds", "Seconds waited, by what for.", "reason", snapshot.wait_seconds
         )
-        for reason, waited_s in snapshot.wait_seconds.items():
-            waiting.add_metric((reason,), snapshot.waits.get(reason, 0))
-            seconds.add_metric((reason,), waited_s)
-        yield waiting
-        yield seconds
 
     def _lora_info(self, snapshot: Snapshot) -> Metric:
         """vLLM's one LoRA metric, letter for letter: routers parse its labels."""
-        family = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Running stats on lora requests.",
-            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
-        )
-        family.add_metric(
-            (
-                str(self._view.max_loras),
-                self._names(snapshot.waiting_adapters),
-                self._names(snapshot.running_adapters),
-            ),
-            time.time(),
-        )
-        return family
+        labels = {
+            "max_lora": str(self._view.max_loras),
+            "waiting_lora_adapters": self._names(snapshot.waiting_adapters),
+            "running_lora_adapters": self._names(snapshot.running_adapters),
+        }
+        text = "Running stats on lora requests."
+        return gauge("vllm:lora_requests_info", text, time.time(), labels)
 
     def _names(self, digests: Iterable[str]) -> str:
         """Names joined by commas; of a version that is served no more, the digest's beginning."""
@@ -137,32 +127,24 @@ class Scrape(Collector):
         """How many adapters are where, and what each of the busiest holds."""
         statuses, rows = self._view.statuses.values(), self._named()
         tiers: Counter[str] = Counter(status.tier for status in statuses)
-        family = GaugeMetricFamily("mlora_adapters", "Adapters by tier.", labels=("tier",))
-        for tier in sorted({*tiers, *_RANKED}):
-            family.add_metric((tier,), tiers[tier])
-        yield family
-        family = GaugeMetricFamily(
-            "mlora_adapter_tier", "0: on disk, 1: in host memory, 2: hot.", labels=("adapter",)
-        )
-        for adapter, status in rows.items():
-            if status.tier in _RANKED:
-                family.add_metric((adapter,), _RANKED.index(status.tier))
-        yield family
+        counts = {tier: tiers[tier] for tier in sorted({*tiers, *_RANKED})}
+        yield gauges("mlora_adapters", "Adapters by tier.", "tier", counts)
+        ranks = {
+            adapter: _RANKED.index(status.tier)
+            for adapter, status in rows.items()
+            if status.tier in _RANKED
+        }
+        text = "0: on disk, 1: in host memory, 2: hot."
+        yield gauges("mlora_adapter_tier", text, "adapter", ranks)
         for name, text in (
             ("pages", "Pages on the device."),
             ("host_bytes", "Bytes of the warm image."),
             ("references", "Sequences that use it."),
         ):
-            family = GaugeMetricFamily(f"mlora_adapter_{name}", text, labels=("adapter",))
-            for adapter, status in rows.items():
-                family.add_metric((adapter,), getattr(status, name))
-            yield family
-        loads = CounterMetricFamily(
-            "mlora_adapter_loads", "Times it was loaded.", labels=("adapter",)
-        )
-        for adapter, status in rows.items():
-            loads.add_metric((adapter,), status.loads)
-        yield loads
+            values = {adapter: getattr(status, name) for adapter, status in rows.items()}
+            yield gauges(f"mlora_adapter_{name}", text, "adapter", values)
+        loads = {adapter: status.loads for adapter, status in rows.items()}
+        yield counters("mlora_adapter_loads", "Times it was loaded.", "adapter", loads)
 
     def _loaded(self) -> Iterator[Metric]:
         """The names that are proposed for vLLM: pull requests 45411, 51433, 54830."""
@@ -193,7 +175,7 @@ class Scrape(Collector):
             ("num_cpu_loaded_lora_adapters", "Adapters in host memory only.", counts["cpu"]),
             ("max_gpu_lora_adapters", "Adapters that fit in one step.", self._view.max_loras),
         ):
-            yield _gauge(f"vllm:{name}", text, value, self._labels)
+            yield gauge(f"vllm:{name}", text, value, self._labels)
 
 
 _RANKED = ("stored", "warm", "hot")
@@ -203,17 +185,3 @@ _VLLM = {
     "cached_tokens": "vllm:prefix_cache_hits",  # vLLM counts both in tokens
     "prompt_tokens": "vllm:prefix_cache_queries",
 }
-
-
-def _counter(
-    name: str, value: float, labels: Mapping[str, str] | None, text: str = "Of the engine."
-) -> Metric:
-    family = CounterMetricFamily(name, text, labels=tuple(labels or ()))
-    family.add_metric(tuple((labels or {}).values()), value)
-    return family
-
-
-def _gauge(name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=tuple(labels or ()))
-    family.add_metric(tuple((labels or {}).values()), value)
-    return family

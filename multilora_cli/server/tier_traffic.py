@@ -4,15 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from multilora_cli.engine.messages import AdapterStatus
 from multilora_cli.server.buckets import Buckets
+from multilora_cli.server.families import counter, counters, gauge
 
 # Fine where a hot adapter and a load differ: 5 ms apart on a GPU.
 _TTFT_S = (
@@ -83,21 +79,20 @@ class TierTraffic:
 
     def collect(self) -> Iterator[Metric]:
         """The families of a scrape."""
-        requests = CounterMetricFamily(
-            "mlora_tier_requests", "Requests by the tier of their adapter.", labels=("tier",)
+        yield counters(
+            "mlora_tier_requests",
+            "Requests by the tier of their adapter.",
+            "tier",
+            {tier: found.requests for tier, found in self._found.items()},
         )
         ttft = HistogramMetricFamily(
             "mlora_tier_ttft_seconds", "Arrival to first token, by tier.", labels=("tier",)
         )
         for tier, found in self._found.items():
-            requests.add_metric((tier,), found.requests)
             found.ttft_s.add_to(ttft, (tier,))
-        yield requests
         yield ttft
-        yield CounterMetricFamily(
+        yield counter(
             "mlora_cold_starts", "Requests whose adapter had to be read.", self.cold_starts
         )
         if self.hit_ratio is not None:
-            yield GaugeMetricFamily(
-                "mlora_adapter_hit_ratio", "Requests with a hot adapter.", self.hit_ratio
-            )
+            yield gauge("mlora_adapter_hit_ratio", "Requests with a hot adapter.", self.hit_ratio)

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from multilora_cli.server.buckets import Buckets
+from multilora_cli.server.families import counters
 from multilora_cli.server.tier_traffic import TierTraffic
 
 OTHER = "other"
@@ -94,10 +95,8 @@ class AdapterTable:
             ("cold_starts", "Requests that had to have it read.", "cold_starts"),
             ("queue_seconds", "Seconds until prompts were taken up.", "queue_s"),
         ):
-            family = CounterMetricFamily(f"mlora_adapter_{name}", text, labels=("adapter",))
-            for adapter, counts in rows.items():
-                family.add_metric((adapter,), getattr(counts, attribute))
-            yield family
+            values = {adapter: getattr(counts, attribute) for adapter, counts in rows.items()}
+            yield counters(f"mlora_adapter_{name}", text, "adapter", values)
         for name, text, attribute in (
             ("ttft", "Arrival to first token.", "ttft_s"),
             ("itl", "Between tokens.", "itl_s"),
