@@ -13,9 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-from doc_tables import BASES, put, read
+from doc_tables import BASES, Record, engine_cells, put, read
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -33,20 +32,15 @@ TITLES = {
 }
 BATCHES = (1, 16, 64, 256)
 
-Record = dict[str, Any]
-
 
 def steps(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
     """Milliseconds of a decode step, ours beside the peer's, by base, setting and batch."""
-    ours = {
-        (r["quantization"], r["setting"], r["batch"]): r for r in records if r["kind"] == "cell"
-    }
     lines = ["| base | adapters | |" + "".join(f" B={batch} |" for batch in BATCHES)]
     lines.append("|---" * (3 + len(BATCHES)) + "|")
     for base, base_title in BASES.items():
+        ours = engine_cells(records, base)
         for setting, title in TITLES.items():
-            cells = {batch: ours[base, setting, batch] for batch in BATCHES
-                     if (base, setting, batch) in ours}  # fmt: skip
+            cells = {batch: ours[setting, batch] for batch in BATCHES if (setting, batch) in ours}
             if not cells:
                 continue
             times = {batch: cell["step_ms"] for batch, cell in cells.items()}
@@ -93,8 +87,11 @@ def pools(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
     """Tokens/s where adapters and KV have one tight pool between them."""
     lines = []
     for base, title in BASES.items():
-        cells = [r for r in records if r["kind"] == "cell" and r["setting"] == "pool"]
-        found = {r["batch"]: r["output_tokens_per_s"] for r in cells if r["quantization"] == base}
+        found = {
+            batch: cell["output_tokens_per_s"]
+            for (setting, batch), cell in engine_cells(records, base).items()
+            if setting == "pool"
+        }
         if found:
             speeds = ", ".join(f"{speed:,.0f} at {batch}" for batch, speed in found.items())
             lines.append(
@@ -113,9 +110,8 @@ def served(rows: Sequence[Record], records: Sequence[Record]) -> list[str]:
     """Tokens/s over HTTP, means of the rounds of a load, beside the engine's own with the same
     lengths."""
     alone = {
-        (r["setting"], r["batch"], f"{r['input']}:{r['output']}"): r["output_tokens_per_s"]
-        for r in records
-        if r["kind"] == "cell" and r["quantization"] == "none"
+        (*key, f"{cell['input']}:{cell['output']}"): cell["output_tokens_per_s"]
+        for key, cell in engine_cells(records).items()
     }
     found: dict[tuple[str, int, str], list[Record]] = {}
     for row in rows:
@@ -143,11 +139,7 @@ def served(rows: Sequence[Record], records: Sequence[Record]) -> list[str]:
 
 def readme(records: Sequence[Record], peers: Sequence[Record]) -> list[str]:
     """What a reader wants first: BF16, every request on an adapter of its own, beside the peer."""
-    ours = {
-        (r["setting"], r["batch"]): r
-        for r in records
-        if r["kind"] == "cell" and r["quantization"] == "none"
-    }
+    ours = engine_cells(records)
     theirs = {peer["server"]: {int(batch): ms for batch, ms in peer["step_ms"].items()}
               for peer in peers
               if (peer["quantization"], peer["setting"]) == ("none", "distinct")}  # fmt: skip

@@ -13,9 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
-from doc_tables import put, read
+from doc_tables import Record, engine_cells, put, read
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "kernels" / "README.md"
@@ -41,7 +40,6 @@ NAMES = {
     "grouped_mm": "grouped_mm",
 }
 
-Record = dict[str, Any]
 Key = tuple[str, int, str, str]
 
 
@@ -170,11 +168,7 @@ def captured_steps(records: Iterable[Record]) -> list[str]:
 
 def added(records: Iterable[Record]) -> list[str]:
     """What adapters add between two tokens of the running engine, in 16 bits."""
-    found = {
-        (cell["setting"], cell["batch"]): cell
-        for cell in records
-        if cell["kind"] == "cell" and cell["quantization"] == "none"
-    }
+    found = engine_cells(records)
     names = ("adapters", "rows", "base, ms", "with adapters", "asked", "commit")
     lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for setting, asked in ASKED.items():

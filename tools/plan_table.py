@@ -12,27 +12,18 @@ import json
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from doc_tables import put, read
+from doc_tables import BASES, Record, put, read
+
+from multilora_cli.units import format_size
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "plan.md"
 RECORDS = ROOT / "docs" / "benchmarks" / "plan-h200.jsonl"
 BEGIN, END = "<!-- planned and allocated: begin -->", "<!-- planned and allocated: end -->"
-BASES = {"none": "16-bit", "awq": "AWQ", "fp8": "FP8"}
-PARTS = {
-    "weights": "weights",
-    "pool": "pool",
-    "workspace": "workspace",
-    "tables": "tables",
-    "graphs": "graphs",
-    "lists": "lists",
-    "context": "CUDA context",
-}
+PARTS = ("weights", "pool", "workspace", "tables", "graphs", "lists", "context")
+TITLES = {"context": "CUDA context"}
 COMMAND = "pytest -m gpu tests/e2e/test_plan_gpu.py"
-
-Record = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,10 +64,13 @@ def table(runs: Sequence[Record]) -> str:
         f" {run['max_num_seqs']} sequences" for run in runs
     ]  # fmt: skip
     lines = [f"| part | {' | '.join(titles)} |", "|---" * (len(runs) + 1) + "|"]
-    for part, title in PARTS.items():
-        lines.append(f"| {title} | {' | '.join(_cell(run, part) for run in runs)} |")
-    margins = [f"{_binary(r['allocated']['margin'])} of {_binary(r['planned']['margin'])}"
-               for r in runs]  # fmt: skip
+    for part in PARTS:
+        cells = " | ".join(_cell(run, part) for run in runs)
+        lines.append(f"| {TITLES.get(part, part)} | {cells} |")
+    margins = [
+        f"{format_size(run['allocated']['margin'])} of {format_size(run['planned']['margin'])}"
+        for run in runs
+    ]
     peaks = [f"{r['peak'] / 2**30:.2f} of {r['device_bytes'] / 2**30:.0f} GiB" for r in runs]
     lines.append(f"| margin, at most | {' | '.join(margins)} |")
     lines.append(f"| torch's memory at its peak | {' | '.join(peaks)} |")
@@ -87,12 +81,7 @@ def table(runs: Sequence[Record]) -> str:
 
 def _cell(run: Record, part: str) -> str:
     planned, allocated = run["planned"][part], run["allocated"][part]
-    return f"{_binary(allocated)}, {(allocated - planned) / planned * 100:+.1f} %"
-
-
-def _binary(count: int) -> str:
-    """`count` bytes as GiB or MiB."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    return f"{format_size(allocated)}, {(allocated - planned) / planned * 100:+.1f} %"
 
 
 if __name__ == "__main__":
