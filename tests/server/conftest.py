@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -126,9 +126,13 @@ class InProcess:
         self.config = tiny_config(folder, **changes)
         self.registry = registry or tiny_registry(folder, names)
 
-    async def __aenter__(self) -> "InProcess":
+    def front_of(self, client: EngineClient) -> Front:
+        """What the application is made of."""
+        return Front(self.config, self.registry, client, self.changes)
+
+    async def __aenter__(self) -> Self:
         self.client = EngineClient(self.spawner)
-        self.front = Front(self.config, self.registry, self.client, self.changes)
+        self.front = self.front_of(self.client)
         self.app = create_app(self.front)
         self.client.start()
         await self.client.wait_ready()

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from multilora_cli.cli.fleet_diff import fleet_body
@@ -13,10 +12,10 @@ from multilora_cli.cli.startup import prepare
 from multilora_cli.errors import FleetError
 from multilora_cli.fleet.load import load_fleet, resolve_secret, secret_notes
 from multilora_cli.server.access import Secrets, keys_of
-from multilora_cli.server.app import create_app
 from multilora_cli.server.client import EngineClient
 from multilora_cli.server.front import Front
 from tests.fakes import Behaviour, Spawner, byte_tokenizer, tiny_geometry
+from tests.server.conftest import InProcess
 
 FLEET = """base: {model: ./base, name: demo}
 limits: {weights: {one: 2}}
@@ -28,10 +27,11 @@ server:
 """
 
 
-class App:
+class App(InProcess):
     """A served fleet file over a fake engine, with real secrets."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spawner = Spawner(Behaviour(token_s=0.01))
         monkeypatch.setenv("ADMIN", "admin-secret")
         monkeypatch.setenv("TWO", "secret-two")
         tiny_geometry(folder / "base")
@@ -43,22 +43,10 @@ class App:
         self.file.write_text(FLEET)
         self.startup = prepare(self.file, report=lambda *_: None)
 
-    async def __aenter__(self) -> "App":
-        self.client = EngineClient(Spawner(Behaviour(token_s=0.01)))
+    def front_of(self, client: EngineClient) -> Front:
+        """With the secrets of the fleet file."""
         served = self.startup
-        self.front = Front(
-            served.server, served.registry, self.client, served.changes, served.secrets
-        )
-        self.client.start()
-        await self.client.wait_ready()
-        transport = httpx.ASGITransport(create_app(self.front))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.http.aclose()
-        await self.client.stop()
-        self.front.close()
+        return Front(served.server, served.registry, client, served.changes, served.secrets)
 
     async def apply(self, key: str = "admin-secret", **how: bool) -> tuple[int, dict[str, Any]]:
         body = {**fleet_body(load_fleet(self.file)), **how}
