@@ -13,8 +13,13 @@ class PinnedPages:
         self.total = 0
 
     def recount(self) -> None:
-        """A pin, or the place of a pinned adapter, changed."""
+        """A pin changed."""
         self.total = sum(map(_pages, self._placed.values()))
+
+    def moved(self, entry: Entry) -> None:
+        """An adapter came to the device or left it."""
+        if entry.pin == "hot":
+            self.recount()
 
     def beside(self, entry: Entry) -> int:
         """Pages of those other than `entry`."""

@@ -428,8 +428,7 @@ class Residency:
         assert entry.image is not None
         entry.placement = self._hot.start(entry.image)
         self._placed[entry.digest] = entry
-        if entry.pin == "hot":
-            self._pinned.recount()
+        self._pinned.moved(entry)
         self._set_state(entry, State.COPYING)
 
     def _evict_idle(self, entry: Entry) -> None:
@@ -444,8 +443,7 @@ class Residency:
         entry.placement = None
         entry.is_guess = False
         del self._placed[entry.digest]
-        if entry.pin == "hot":
-            self._pinned.recount()
+        self._pinned.moved(entry)
         self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)
         if entry.demand() is not None:
             self._pending.add(entry)
