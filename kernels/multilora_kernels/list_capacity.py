@@ -20,8 +20,8 @@ from multilora_kernels.lora_choice import (
 TILE_FIELDS, TASK_FIELDS, BAND_FIELDS = 4, 16, 8  # int32 each
 _COUNT_BYTES = 64
 _PLANE_ROW_BYTES = TILE_RANKS * 4
-# Steps of these many rows are where a prompt's share of K is cut most finely.
-_PROMPT_BUCKETS = (DECODE_TOKENS + 1, 1024, 2048, 4096, 8192)
+# Launch choices of prompts change at multiples of so many rows.
+_PROMPT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -89,62 +89,50 @@ def decode_capacity(
     return wanted, planes
 
 
+def prompt_capacity(
+    shapes: Mapping[str, GroupShape],
+    max_tokens: int,
+    max_segments: int,
+    max_rank: int,
+    chip: Chip,
+    choose: Choose = choose,
+) -> tuple[dict[str, Capacity], int]:
+    """The same for any step above decode's size, of up to `max_tokens` rows of `max_segments`
+    adapters."""
+    wanted, planes = {}, 0
+    steps = range(DECODE_TOKENS + 1, max_tokens + 1, _PROMPT_ROWS)
+    for name, shape in shapes.items():
+        tiles = len(shape.d_outs) * num_tiles(max_rank)
+        pieces = tasks = 0
+        # The largest step of every choice.
+        for rows in (min(rows + _PROMPT_ROWS - 1, max_tokens) for rows in steps):
+            choice = choose(shape, rows, chip)
+            planes = max(planes, rows * tiles * choice.splits(shape.d_in))
+            cut = max_tokens // choice.block_m + max_segments
+            columns = choice.block_n * choice.n_steps
+            each = sum(-(-d_out // columns) for d_out in shape.d_outs)
+            pieces, tasks = max(pieces, cut), max(tasks, cut * each)
+        wanted[name] = Capacity(pieces * tiles, tasks, pieces * -(-tiles // SIDE_BY_SIDE))
+    return wanted, planes
+
+
 def list_bytes(
     shapes: Mapping[str, GroupShape],
     max_tokens: int,
+    max_segments: int,
     max_rank: int,
     chip: Chip,
     choose: Choose = choose,
 ) -> int:
-    """Device bytes of `Segments` once decode steps and prompts of every size were run.
-
-    The lists of prompts are counted for one adapter in all rows: others add pieces of less than
-    64 rows, some hundred bytes for each.
-    """
-    decode_tokens = min(max_tokens, DECODE_TOKENS)
-    wanted, planes = decode_capacity(shapes, decode_tokens, max_rank, chip, choose)
-    margin = 4 * (TILE_FIELDS + TASK_FIELDS + BAND_FIELDS) * chip.num_sms
-    decode = sum(capacity.nbytes for capacity in wanted.values()) + margin + _COUNT_BYTES
-    prompt_planes = prompt_plane_rows(shapes, max_tokens, max_rank, chip, choose)
-    prompts = 0
+    """Device bytes of `Segments` for steps of up to `max_tokens` rows of `max_segments` adapters,
+    once all of it is reserved."""
+    found = [decode_capacity(shapes, min(max_tokens, DECODE_TOKENS), max_rank, chip, choose)]
     if max_tokens > DECODE_TOKENS:
-        prompts = prompt_list_bytes(shapes, max_tokens, max_rank, chip, choose)
-        prompts += margin + _COUNT_BYTES
-    row_numbers = 3 * 4 * max_tokens  # of decode steps, of prompts, and the slot of every row
-    return decode + prompts + (planes + prompt_planes) * _PLANE_ROW_BYTES + row_numbers
-
-
-def prompt_list_bytes(
-    shapes: Mapping[str, GroupShape],
-    max_tokens: int,
-    max_rank: int,
-    chip: Chip,
-    choose: Choose = choose,
-) -> int:
-    """Bytes of the entries of a step above decode's size whose rows share one adapter."""
-    total = 0
-    for shape in shapes.values():
-        choice = choose(shape, max_tokens, chip)
-        pieces, tiles = -(-max_tokens // choice.block_m), len(shape.d_outs) * num_tiles(max_rank)
-        columns = choice.block_n * choice.n_steps
-        tasks = sum(-(-d_out // columns) for d_out in shape.d_outs)
-        bands = -(-tiles // SIDE_BY_SIDE)
-        total += Capacity(pieces * tiles, pieces * tasks, pieces * bands).nbytes
+        found.append(prompt_capacity(shapes, max_tokens, max_segments, max_rank, chip, choose))
+    margin = 4 * (TILE_FIELDS + TASK_FIELDS + BAND_FIELDS) * chip.num_sms
+    row_numbers = 4 * max_tokens  # of each kind of step, and the slot of every row
+    total = row_numbers
+    for wanted, planes in found:
+        total += sum(capacity.nbytes for capacity in wanted.values()) + margin + _COUNT_BYTES
+        total += planes * _PLANE_ROW_BYTES + row_numbers
     return total
-
-
-def prompt_plane_rows(
-    shapes: Mapping[str, GroupShape],
-    max_tokens: int,
-    max_rank: int,
-    chip: Chip,
-    choose: Choose = choose,
-) -> int:
-    """Rows of the planes for any step above decode's size, of up to `max_tokens` rows."""
-    planes = 0
-    for shape in shapes.values():
-        tiles = len(shape.d_outs) * num_tiles(max_rank)
-        for rows in {*(rows for rows in _PROMPT_BUCKETS if rows <= max_tokens), max_tokens}:
-            if rows > DECODE_TOKENS:
-                planes = max(planes, rows * tiles * choose(shape, rows, chip).splits(shape.d_in))
-    return planes

@@ -136,10 +136,11 @@ class Segments:
             self._lists_of(True)
 
     def reserve(self, table: AdapterTable) -> None:
-        """`bind`, and allocate for the largest step with prompts too: serving takes no more."""
+        """`bind`, and allocate for the largest step with prompts too: serving takes no more, and
+        steps with prompts may be captured."""
         self.bind(table)
         if not is_decode(self.max_tokens):
-            self._lists_of(False).reserve_prompts()
+            self._lists_of(False).reserve_prompts(self.max_segments)
 
     def prepare_capture(
         self,
@@ -161,7 +162,7 @@ class Segments:
         work stands between its neighbours all the same, so the others have none.
         `extras`: capture what serves them too; without it the graph is for steps that have none.
         """
-        assert is_decode(num_tokens) and num_tokens <= self.max_tokens
+        assert num_tokens <= self.max_tokens
         self.build(np.zeros(num_tokens, dtype=np.int32) if slots is None else slots)
         self.lists(table).expect(num_tokens, rank, groups)
         self._is_capture = self._is_sized_for_capture = True

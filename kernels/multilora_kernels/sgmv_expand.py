@@ -404,16 +404,34 @@ def expand_decode_kernel(
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
 def expand_prefill_kernel(
-    planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, layer_start,
-    stride_ym, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr, A_CHUNKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_STEPS: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_K: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
+    layer_start, stride_ym, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr,
+    A_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_STEPS: tl.constexpr,
+    STAGES: tl.constexpr, SPLIT_K: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    task = tasks_ptr + tl.program_id(0) * 16
+    total = tl.load(counts_ptr + 1)
+    if PDL:  # noqa: SIM102 - a constant, decided while compiling
+        if total == 0:  # what follows must not begin before what this was launched behind
+            tl.extra.cuda.gdc_wait()
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
+        _expand_prompt(
+            planes_ptr, weights_ptr, y_ptr, offsets_ptr + layer_start + A_CHUNKS, tiles_ptr,
+            tasks_ptr + index * 16, rows_ptr, stride_ym, plane_rows, CELL, CHUNK, BLOCK_M, BLOCK_N,
+            N_STEPS, STAGES, SPLIT_K, Y_UNIT, PDL, COMPUTE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expand_prompt(
+    planes_ptr, weights_ptr, y_ptr, entries, tiles_ptr, task, rows_ptr, stride_ym, plane_rows,
+    CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    N_STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT_K: tl.constexpr, Y_UNIT: tl.constexpr,
+    PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One task of a step with prompts."""
     first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(task, Y_UNIT)
     # All columns of a task lie in one chunk.
-    entries = offsets_ptr + layer_start + A_CHUNKS
     e0, e1, e2, e3 = _load_entries(task, entries, n_start, CELL, CHUNK)
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
@@ -517,7 +535,7 @@ def sgmv_expand(
         )  # fmt: skip
     else:
         expand_prefill_kernel[(group.num_tasks,)](
-            planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows,
+            planes, weights, y, table.offsets, group.tiles, group.tasks, lists.rows, group.counts,
             layer_start, y.stride(0), group.plane_rows, N_STEPS=choice.n_steps,
             STAGES=choice.expand_stages, **constants,
         )  # fmt: skip

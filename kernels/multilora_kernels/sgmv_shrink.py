@@ -150,57 +150,62 @@ def shrink_decode_kernel(
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
 def shrink_prefill_kernel(
-    x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, bands_ptr, rows_ptr, layer_start,
-    d_in, stride_xm, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, BAND: tl.constexpr,
-    ALIGNED: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, bands_ptr, rows_ptr, counts_ptr,
+    layer_start, d_in, stride_xm, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr,
+    BAND: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     SPAN: tl.constexpr = BLOCK_K * K_STEPS
-    band = bands_ptr + (tl.program_id(0) // SPLIT_K) * 8
-    split = tl.program_id(0) % SPLIT_K
-    first = tl.load(band)
-    num_tiles = tl.load(band + 1)
-    start = tl.load(band + 2)
-    num_rows = tl.load(band + 3)
-    plane = tl.load(band + 4)
-    k_start = split * SPAN
-    chunk = k_start // CHUNK
-    length = tl.minimum(CHUNK, d_in - chunk * CHUNK)
-    if ALIGNED:
-        length = tl.multiple_of(length, 8)
     column = tl.arange(0, BAND * 16)
     side = column // 16
     r = column % 16
-    entry = tl.full([BAND * 16], -1, tl.int64)
-    for i in tl.static_range(BAND):
-        cell = tl.load(tiles_ptr + (first + i) * 4, mask=i < num_tiles, other=0)
-        found = tl.load(
-            offsets_ptr + layer_start + cell * CELL + chunk, mask=i < num_tiles, other=-1
-        )
-        entry = tl.where(side == i, found, entry)
-    a_mask = (entry >= 0) & (r < 16 - (entry & 1).to(tl.int32) * 8)
-    a_rows = (entry & -16) + r * length + (k_start - chunk * CHUNK)
-    if ALIGNED:
-        a_rows = tl.multiple_of(a_rows, 8)
     m = tl.arange(0, BLOCK_M)
-    m_mask = m < num_rows
-    token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-    x_rows = x_ptr + token * stride_xm + k_start
-    acc = tl.zeros([BLOCK_M, BAND * 16], dtype=tl.float32)
-    for step in range(K_STEPS):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        k_mask = k < d_in - k_start
-        a = tl.load(
-            weights_ptr + a_rows[:, None] + k[None, :],
-            mask=a_mask[:, None] & k_mask[None, :], other=0,
-        )  # fmt: skip
-        x = tl.load(x_rows[:, None] + k[None, :], mask=m_mask[:, None] & k_mask[None, :], other=0)
-        acc = tl.dot(x.to(COMPUTE), tl.trans(a.to(COMPUTE)), acc, input_precision=PRECISION)
-    plane_row = split.to(tl.int64) * plane_rows + plane + side[None, :] * num_rows + m[:, None]
-    is_live = m_mask[:, None] & (side < num_tiles)[None, :]
-    tl.store(planes_ptr + plane_row * 16 + r[None, :], acc, mask=is_live)
+    total = tl.load(counts_ptr + 2) * SPLIT_K
+    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
+        band = bands_ptr + (index // SPLIT_K) * 8
+        split = index % SPLIT_K
+        first = tl.load(band)
+        num_tiles = tl.load(band + 1)
+        start = tl.load(band + 2)
+        num_rows = tl.load(band + 3)
+        plane = tl.load(band + 4)
+        k_start = split * SPAN
+        chunk = k_start // CHUNK
+        length = tl.minimum(CHUNK, d_in - chunk * CHUNK)
+        if ALIGNED:
+            length = tl.multiple_of(length, 8)
+        entry = tl.full([BAND * 16], -1, tl.int64)
+        for i in tl.static_range(BAND):
+            cell = tl.load(tiles_ptr + (first + i) * 4, mask=i < num_tiles, other=0)
+            found = tl.load(
+                offsets_ptr + layer_start + cell * CELL + chunk, mask=i < num_tiles, other=-1
+            )
+            entry = tl.where(side == i, found, entry)
+        a_mask = (entry >= 0) & (r < 16 - (entry & 1).to(tl.int32) * 8)
+        a_rows = (entry & -16) + r * length + (k_start - chunk * CHUNK)
+        if ALIGNED:
+            a_rows = tl.multiple_of(a_rows, 8)
+        m_mask = m < num_rows
+        token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
+        x_rows = x_ptr + token * stride_xm + k_start
+        acc = tl.zeros([BLOCK_M, BAND * 16], dtype=tl.float32)
+        for step in range(K_STEPS):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            k_mask = k < d_in - k_start
+            a = tl.load(
+                weights_ptr + a_rows[:, None] + k[None, :],
+                mask=a_mask[:, None] & k_mask[None, :], other=0,
+            )  # fmt: skip
+            x = tl.load(
+                x_rows[:, None] + k[None, :], mask=m_mask[:, None] & k_mask[None, :], other=0
+            )
+            acc = tl.dot(x.to(COMPUTE), tl.trans(a.to(COMPUTE)), acc, input_precision=PRECISION)
+        plane_row = split.to(tl.int64) * plane_rows + plane + side[None, :] * num_rows + m[:, None]
+        is_live = m_mask[:, None] & (side < num_tiles)[None, :]
+        tl.store(planes_ptr + plane_row * 16 + r[None, :], acc, mask=is_live)
 
 
 def compute_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -251,7 +256,7 @@ def sgmv_shrink(
         )  # fmt: skip
     else:
         shrink_prefill_kernel[(group.num_bands * splits,)](
-            x, weights, planes, table.offsets, group.tiles, group.bands, lists.rows,
+            x, weights, planes, table.offsets, group.tiles, group.bands, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0), group.plane_rows,
             BAND=SIDE_BY_SIDE, **constants,
         )  # fmt: skip

@@ -29,12 +29,12 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.launch import Chip
-from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS
+from multilora_kernels.layout import GROUPS, MODULES, TILE_RANKS, num_tiles
 from multilora_kernels.list_capacity import (
     Capacity,
     decode_capacity,
     group_shapes,
-    prompt_plane_rows,
+    prompt_capacity,
 )
 from multilora_kernels.lora_choice import (
     SIDE_BY_SIDE,
@@ -274,7 +274,7 @@ def _shared_columns(
 
 
 class WorkLists:
-    """The lists of one table for steps of one kind, in buffers that never move once captured."""
+    """The lists of one table for steps of one kind, in buffers that never move once reserved."""
 
     def __init__(
         self,
@@ -307,19 +307,18 @@ class WorkLists:
 
         A captured graph keeps their addresses, so a step that would outgrow them is refused.
         """
-        wanted, planes = decode_capacity(
-            self.shapes, max_tokens, self.max_rank, self.chip, self._choose
-        )
+        self._fix(decode_capacity(self.shapes, max_tokens, self.max_rank, self.chip, self._choose))
+
+    def reserve_prompts(self, max_segments: int) -> None:
+        """The same for any step above decode's size, of up to so many adapters."""
+        limits = (self.max_tokens, max_segments, self.max_rank)
+        self._fix(prompt_capacity(self.shapes, *limits, self.chip, self._choose))
+
+    def _fix(self, capacity: tuple[Mapping[str, Capacity], int]) -> None:
+        wanted, planes = capacity
         self._grow(wanted)
         self.planes(planes, 1)
         self._is_fixed = True
-
-    def reserve_prompts(self) -> None:
-        """Allocate the planes of the largest step with prompts; its lists grow as they are needed,
-        and stay below 1 % of that."""
-        shapes, chip = self.shapes, self.chip
-        rows = prompt_plane_rows(shapes, self.max_tokens, self.max_rank, chip, self._choose)
-        self.planes(rows, 1)
 
     @property
     def nbytes(self) -> int:
@@ -348,27 +347,49 @@ class WorkLists:
         """Size the coming launches for `num_tokens` rows of as many adapters of `rank`, with
         modules of `groups`; the other groups launch nothing.
 
-        The lists stay as they are: a launch walks whatever it finds there. Its programs read a
-        record before they know whether it is one, so there are no more of them than records.
+        The lists stay as they are: a launch walks whatever it finds there.
         """
-        tiles = -(-rank // TILE_RANKS)
         for name, group in self.groups.items():
             if name not in groups:
                 self.groups[name] = replace(group, num_tiles=0, num_tasks=0)
-                continue
-            columns = group.choice.columns(group.shape, tiles)
-            tasks = num_tokens * sum(-(-d_out // columns) for d_out in group.shape.d_outs)
-            # Rows that share an adapter take narrower columns: four to an adapter, as many programs
-            # as run at once.
-            width = group.choice.shared_columns(tiles, 1)
-            shared = sum(-(-d_out // width) for d_out in group.shape.d_outs)
-            shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
-            room = self._capacity[name]
-            self.groups[name] = replace(
-                group,
-                num_tiles=min(num_tokens * tiles * len(group.shape.d_outs), room.tiles),
-                num_tasks=min(max(tasks, shared), room.tasks),
-            )
+            elif group.choice.is_decode:
+                self.groups[name] = self._expect_rows(group, num_tokens, -(-rank // TILE_RANKS))
+            else:
+                self.groups[name] = self._expect_prompts(group, num_tokens, -(-rank // TILE_RANKS))
+
+    def _expect_rows(self, group: GroupLists, num_tokens: int, tiles: int) -> GroupLists:
+        """Programs read a record before they know whether it is one, so there are no more of them
+        than records."""
+        columns = group.choice.columns(group.shape, tiles)
+        tasks = num_tokens * sum(-(-d_out // columns) for d_out in group.shape.d_outs)
+        # Rows that share an adapter take narrower columns: four to an adapter, as many programs as
+        # run at once.
+        width = group.choice.shared_columns(tiles, 1)
+        shared = sum(-(-d_out // width) for d_out in group.shape.d_outs)
+        shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
+        room = self._capacity[group.shape.name]
+        return replace(
+            group,
+            num_tiles=min(num_tokens * tiles * len(group.shape.d_outs), room.tiles),
+            num_tasks=min(max(tasks, shared), room.tasks),
+        )
+
+    def _expect_prompts(self, group: GroupLists, num_tokens: int, tiles: int) -> GroupLists:
+        """Twice the pieces of a single adapter, and as many programs as run at once; planes as far
+        apart as the highest rank wants them."""
+        choice, shape = group.choice, group.shape
+        at_once = 4 * self.chip.num_sms
+        pieces = 2 * -(-num_tokens // choice.block_m)
+        columns = choice.block_n * choice.n_steps
+        tasks = pieces * sum(-(-d_out // columns) for d_out in shape.d_outs)
+        bands = pieces * -(-tiles * len(shape.d_outs) // SIDE_BY_SIDE)
+        return replace(
+            group,
+            num_tiles=pieces * tiles * len(shape.d_outs),
+            num_tasks=max(tasks, at_once),
+            num_bands=max(bands, -(-at_once // choice.splits(shape.d_in))),
+            plane_rows=num_tokens * len(shape.d_outs) * num_tiles(self.max_rank),
+        )
 
     def _grow(self, wanted: Mapping[str, Capacity]) -> None:
         device = self.table.device

@@ -46,7 +46,7 @@ from multilora_cli.models.decoder import Decoder
 from multilora_cli.models.loader import load_decoder
 from multilora_cli.models.warm_up import warm_up
 from multilora_cli.progress import Report, silent
-from multilora_cli.sizing.budget import CONTEXT_BYTES
+from multilora_cli.sizing.budget import CONTEXT_BYTES, MAX_CHUNKS
 from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
 from multilora_kernels.compile_ahead import compile_only
 from multilora_kernels.segments import Segments
@@ -147,14 +147,16 @@ class _Assembly:
             adapter_wait_s=config.adapter_wait_s,
             adapter_wait_limit_s=config.adapter_wait_limit_s,
             max_adapter_pages=_pages_within(config.max_adapter_bytes, self.pool.page_bytes),
-            captured_chunk=max((step.tokens for step in self.allocation.prompt_steps), default=0),
+            captured_chunks=tuple(sorted({step.tokens for step in self.allocation.prompt_steps})),
+            captured_prompts=MAX_CHUNKS,
         )
         return Scheduler(limits, self.kv, residency, self.now, FairOrder(config.fairness))
 
     def runner(self, decoder: Decoder) -> ModelRunner:
         """What runs a step on the device; on CUDA with its decode steps captured."""
         config, device = self.config, self.allocation.device
-        segments = Segments(self.allocation.most_rows, device, max_rank=config.max_lora_rank)
+        limits = (config.max_num_seqs, config.max_lora_rank)
+        segments = Segments(self.allocation.most_rows, device, *limits)
         # One row may sample for all answers of a request, which all wait in the queue.
         most_samples = config.max_num_seqs + config.max_queue
         sampled = torch.zeros(most_samples, dtype=torch.int64, device=device)

@@ -48,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter_wait_limit_s: float = 60.0  # longer: the fault adapter_loading
     num_loaders: int = 2  # threads that read and convert adapters
     cuda_graphs: bool = True  # capture decode steps; CUDA only
-    capture_prompts: bool = True  # also steps with short chunks of prompts
+    capture_prompts: bool = True  # also steps with chunks of prompts
     steps_ahead: int | None = None  # launched before the oldest is awaited; None: 1 on CUDA, else 0
     num_threads: int | None = None  # torch intra-op threads; None: the cores, at most 8
     debug: bool = False  # poison freed pages, audit owners after every step, allow failpoints

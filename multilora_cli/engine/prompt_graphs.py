@@ -1,6 +1,6 @@
-"""Steps with short chunks of prompts beside decoding rows, as CUDA graphs.
+"""Steps with chunks of prompts beside decoding rows, as CUDA graphs.
 
-Launched one by one, the kernels of such a step take the host 14 to 30 ms whatever it computes,
+Launched one by one, the kernels of such a step take the host 14 to 34 ms whatever it computes,
 which is several decode steps; and where requests come and go all the time, most steps have a prompt
 in them. A captured step has room for some rows of one token, then for some chunks of prompts with
 so many tokens in all. A chunk that is not there has no tokens; spare tokens at the end belong to no

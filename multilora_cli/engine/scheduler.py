@@ -54,7 +54,8 @@ class Limits:
     adapter_wait_s: float
     adapter_wait_limit_s: float
     max_adapter_pages: int | None = None  # of the distinct adapters among the running
-    captured_chunk: int = 0  # the most prompt tokens of a step that is a single launch
+    captured_chunks: tuple[int, ...] = ()  # prompt tokens of steps that are a single launch
+    captured_prompts: int = 0  # and of how many prompts
 
 
 class Scheduler:
@@ -163,14 +164,19 @@ class Scheduler:
         prompts = self._decode(rows)
         num_decodes = len(rows)
         budget = self._limits.max_num_batched_tokens - num_decodes
+        most_rows = self._limits.max_num_seqs
         if rows:
             budget = min(budget, self._chunk_beside_decode(prompts))
+            if self._limits.captured_chunks:
+                most_rows = num_decodes + self._limits.captured_prompts
         for sequence in prompts:
-            if budget > 0 and sequence.status is Status.RUNNING:  # not preempted just now
+            if budget <= 0 or len(rows) >= most_rows:
+                break
+            if sequence.status is Status.RUNNING:  # not preempted just now
                 rows.append(self._row(sequence, min(budget, sequence.remaining)))
                 budget -= rows[-1].length
         if self.preemptions == preempted:
-            self._admit(rows, budget)
+            self._admit(rows, budget, most_rows)
         else:
             self.waits.count("kv_pages", len(self._waiting))
         if len(rows) > num_decodes:
@@ -267,20 +273,22 @@ class Scheduler:
     def _chunk_beside_decode(self, prompts: list[Sequence]) -> int:
         """How many prompt tokens go into a step in which others decode.
 
-        A captured step is a single launch; any other takes the host 14 to 30 ms, as long as the
-        device computes 1,000 tokens. So that is worth it for as many, and not for a few more than
-        a captured step holds.
+        A captured step is a single launch; any other takes the host 14 to 34 ms, as long as the
+        device computes 1,000 tokens. Spare tokens of a captured step cost as much as others. So a
+        step is one that the prompts at hand fill, or the smallest.
         """
-        most, captured = self._limits.max_chunk_beside_decode, self._limits.captured_chunk
+        most = self._limits.max_chunk_beside_decode
+        captured = [tokens for tokens in self._limits.captured_chunks if tokens < most]
         if not captured:
             return most
         places = max(self._limits.max_num_seqs - len(self._running), 0)
         backlog = sum(sequence.remaining for sequence in prompts)
         for sequence in self._waiting[:places]:
             if backlog >= most:
-                break
+                return most
             backlog += sequence.length
-        return most if backlog >= most else min(captured, most)
+        filled = [tokens for tokens in (*captured, most) if tokens <= backlog]
+        return filled[-1] if filled else captured[0]
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Pages for the token it computes next, preempting newer ones; False: not in this step."""
@@ -297,14 +305,15 @@ class Scheduler:
                 self._preempt(sequence)  # what holds the pages is kept for an older one
         return False
 
-    def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
+    def _admit(self, rows: list[ScheduledRow], budget: int, most_rows: int) -> None:
         """Take up waiting sequences in their order, as far as places and pages go."""
         now = self._now()
         spare = 0
         overdue = False
         waiting = list(self._waiting)
         for index, sequence in enumerate(waiting):
-            if budget <= 0 or len(self._running) >= self._limits.max_num_seqs:
+            is_full = len(self._running) >= self._limits.max_num_seqs
+            if is_full or budget <= 0 or len(rows) >= most_rows:
                 self.waits.count("place", len(waiting) - index)
                 break
             if sequence.num_pending:  # preempted while its token was on the way

@@ -28,11 +28,11 @@ _SMALL_RANK = 8  # the narrowest tile: lower ranks take as much
 _GRAPH_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GRAPH_RANKS = (16, 64)
 _ATTENTION_GROUPS = ("qkv", "o")
-# Captured steps with prompts. Up to 512 token rows run LoRA's decode kernels, whose buffers are
-# fixed; 256 tokens beside 256 rows are the most.
+# Captured steps with prompts: spare tokens cost as much as others, so there are several sizes. The
+# largest takes an H200 25 ms, as long as launching its kernels one by one takes the host.
 MAX_CHUNKS = 16
 _PROMPT_DECODES = (8, 64, 256)
-_PROMPT_TOKENS = (64, 256)
+_PROMPT_TOKENS = (64, 256, 512, 1024)
 # Nodes of a captured step, counted on an H200: around the layers, and of each layer (four
 # multiplies, two norms, RoPE with the write of K and V, attention, gating; one or two more where
 # a multiply splits or quantises); its adapters (two launches for each multiply that they have), and

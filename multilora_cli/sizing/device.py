@@ -42,7 +42,7 @@ class StepSizes:
     max_context: int  # tokens of the longest sequence
     chip: Chip | None  # the card; None: a CPU
     captured: bool = True  # decode steps as CUDA graphs; never on a CPU
-    captured_prompts: bool = True  # and steps with short chunks of prompts
+    captured_prompts: bool = True  # and steps with chunks of prompts
 
     @classmethod
     def of_limits(
@@ -142,7 +142,7 @@ def _on_card(
         "workspace": workspace,
         "margin": margin,
         "graphs": graphs + driver_graph_bytes(geometry.num_layers, steps, scratch.kernel),
-        "lists": list_bytes(shapes, step.most_rows, step.max_rank, step.chip),
+        "lists": list_bytes(shapes, step.most_rows, step.max_seqs, step.max_rank, step.chip),
         "extras": driver_graph_bytes(geometry.num_layers, steps, scratch.kernel, extras=True),
     }
 

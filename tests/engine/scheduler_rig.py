@@ -161,7 +161,8 @@ class Rig:
     max_num_seqs: int = 6
     max_num_batched_tokens: int = 24
     max_chunk: int = 24
-    captured_chunk: int = 0
+    captured_chunks: tuple[int, ...] = ()
+    captured_prompts: int = 16
     max_adapters: int = 3
     max_adapter_pages: int | None = None
     fair_by: FairBy = "tenant"
@@ -172,7 +173,8 @@ class Rig:
         self.random = random.Random(self.seed)
         limits = Limits(
             self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk, self.max_adapters,
-            books.pool.usable, 2.0, 60.0, self.max_adapter_pages, self.captured_chunk,
+            books.pool.usable, 2.0, 60.0, self.max_adapter_pages, self.captured_chunks,
+            self.captured_prompts,
         )  # fmt: skip
         self.model = PageModel(books, limits, self.random)
         poison = books.pool._poison

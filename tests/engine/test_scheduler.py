@@ -15,7 +15,7 @@ def _walk(steps: int, seed: int) -> Counter[str]:
     books = Books(num_pages=36, num_slots=6)
     rig = Rig(
         seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead,
-        captured_chunk=seed // 4 % 2 * 8,
+        captured_chunks=(4, 8) if seed // 4 % 2 else (), captured_prompts=2,
     )  # fmt: skip
     rig.books.copier.instant = False
     choose = rig.random
@@ -92,8 +92,10 @@ def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
     assert [row.length for row in rig.model.batches[-1].rows] == [1, 1, 4]
 
 
-def test_few_prompt_tokens_stay_within_a_captured_step_and_many_take_a_whole_one() -> None:
-    rig = Rig(books=Books(num_pages=100), max_num_batched_tokens=64, max_chunk=32, captured_chunk=8)
+def test_prompts_beside_decode_fill_captured_steps() -> None:
+    rig = Rig(
+        books=Books(num_pages=100), max_num_batched_tokens=64, max_chunk=32, captured_chunks=(4, 8)
+    )
     rig.submit([2] * 4, max_tokens=60)
     rig.step()
 
@@ -107,12 +109,34 @@ def test_few_prompt_tokens_stay_within_a_captured_step_and_many_take_a_whole_one
     rig.submit([4] * 20, max_tokens=2)
     rig.submit([5] * 20, max_tokens=2)
     assert lengths_of(2) == [[1, 1, 20, 12], [1, 1, 8]], "40 are, and 8 are left"
+    rig.submit([6] * 7, max_tokens=2)
+    assert [step[-1] for step in lengths_of(2)] == [4, 3], "then less than the smallest"
+
+
+def test_a_captured_step_has_room_for_so_many_prompts() -> None:
+    rig = Rig(
+        books=Books(num_pages=100), max_num_seqs=9, max_num_batched_tokens=64, max_chunk=32,
+        captured_chunks=(8,), captured_prompts=2,
+    )  # fmt: skip
+    rig.submit([2] * 4, max_tokens=60)
+    rig.step()
+    for token in range(3, 9):
+        rig.submit([token] * 2, max_tokens=9)
+    rig.step()
+    assert [row.length for row in rig.model.batches[-1].rows] == [1, 2, 2]
+    rig.step()
+    assert [row.length for row in rig.model.batches[-1].rows] == [1, 1, 1, 2, 2]
+    rig.finish()
+    for token in range(3, 9):
+        rig.submit([token] * 2, max_tokens=9)
+    rig.step()
+    assert [row.length for row in rig.model.batches[-1].rows] == [2] * 6, "nobody decodes"
 
 
 def test_those_without_a_place_do_not_make_a_step_a_whole_one() -> None:
     rig = Rig(
         books=Books(num_pages=100), max_num_seqs=2, max_num_batched_tokens=64, max_chunk=32,
-        captured_chunk=8,
+        captured_chunks=(8,),
     )  # fmt: skip
     rig.submit([2] * 4, max_tokens=60)
     rig.step()

@@ -11,8 +11,8 @@ import triton.language as tl
 from lora_cases import LAYERS, PAGE_BYTES, SHAPES, adapters, check, inputs, run, small_fleet
 
 from multilora_kernels import add_lora as add_lora_module
-from multilora_kernels import lora_choice
-from multilora_kernels.add_lora import add_lora
+from multilora_kernels import list_capacity, lora_choice
+from multilora_kernels.add_lora import add_lora, add_lora_ref
 from multilora_kernels.launch import Chip
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.lora_choice import Choose, GroupShape, LoraChoice
@@ -101,6 +101,41 @@ def test_prompts_in_several_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -
     )
     fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 32 * PAGE_BYTES, torch.float32, seed=4)
     check(fleet, [3] * 2 + [7] * 5 + [4] * 66 + [0, 6, 6], "gate_up", 9, [1])
+
+
+@pytest.mark.parametrize("group", ["qkv", "down"])
+@pytest.mark.parametrize(
+    "slots", [[3] * 70 + [7] * 9 + [11, 0, 4, 9], [0] * 83], ids=["many", "none"]
+)
+def test_a_captured_step_with_prompts_replays_with_any_work(
+    fleet: Fleet, slots: list[int], group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches sized for other steps walk what is listed in turns, or wait and leave."""
+    for module in (lora_choice, list_capacity):
+        monkeypatch.setattr(module, "DECODE_TOKENS", 8)
+    waits: list[None] = []
+    monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: waits.append(None))
+    monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
+    choose = partial(_with_early_launch, lora_choice.choose)
+    segments = Segments(len(slots), "cpu", max_segments=6, max_rank=72, choose=choose)
+    segments.reserve(fleet.table)
+    before = segments.nbytes
+    segments.prepare_capture(fleet.table, len(slots), 8)
+    captured = segments.lists(fleet.table).groups[group]
+    assert not captured.choice.is_decode
+    segments.build(slots)
+    lists = segments.lists(fleet.table)
+    if any(slots):
+        assert captured.num_tasks < lists.groups[group].num_tasks
+    assert segments.nbytes == before
+
+    x, y = inputs(fleet, len(slots), group, 1)
+    expected = y.clone()
+    add_lora_ref(expected, x, fleet.pool, fleet.table, segments, 1, group)
+    where = (fleet.pool.view(-1).view(x.dtype), fleet.table, lists, captured, 1)
+    sgmv_expand(y, sgmv_shrink(x, *where), *where)
+    torch.testing.assert_close(y, expected)
+    assert waits
 
 
 def test_a_share_of_k_that_ends_beyond_the_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
         fixed["EVEN_K"] = shape.d_in % choice.span == 0
         return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
-    signature |= {"bands_ptr": "*i32", "plane_rows": "i32"}
+    signature |= {"bands_ptr": "*i32", "counts_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
 
 
@@ -110,7 +110,8 @@ def expand_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
         fixed |= {"BLOCKS": choice.n_steps > 1, "STAGES": choice.expand_stages}
         return expand_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     fixed |= {"N_STEPS": choice.n_steps, "STAGES": choice.expand_stages}
-    return expand_prefill_kernel, {**signature, "plane_rows": "i32"}, fixed
+    signature |= {"counts_ptr": "*i32", "plane_rows": "i32"}
+    return expand_prefill_kernel, signature, fixed
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("qkv", 4), ("down", 64)])
