@@ -3,13 +3,16 @@
 Tokens that the device decodes are as likely as an engine on the CPU finds them in a prompt.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from multilora_cli.engine.batch_plan import ScheduledRow
 from multilora_cli.engine.messages import AdapterRef
-from tests.engine.engine_kit import Rig, adapter_ref
+from multilora_cli.engine.prompt_graphs import PromptGraphs
+from tests.engine.engine_kit import Answer, Rig, adapter_ref
 from tests.signature import peft_adapter, tiny_base
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +60,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def is_as_likely(found: Answer, said: Answer, length: int) -> None:
+    """What was decoded behind a prompt of so many tokens is as `said`, the same as a prompt, has
+    it."""
+    wanted = [e.logprob for e in (said.prompt_logprobs or [])[length:] if e is not None]
+    for decoded, expected in zip(found.logprobs, wanted, strict=True):
+        assert abs(decoded.logprob - expected) < 1e-3
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_answers_within_limits(fleet: Fleet, case: str) -> None:
     base, adapters = fleet
@@ -75,6 +86,42 @@ def test_answers_within_limits(fleet: Fleet, case: str) -> None:
         assert found.fault is None and len(found.tokens) == 9, name
         whole = [*prompt, *found.tokens]
         said = reference.ask(whole, adapters[name], prompt_logprobs=0, max_tokens=1)
-        wanted = [e.logprob for e in (said.prompt_logprobs or [])[len(prompt) :] if e is not None]
-        for decoded, expected in zip(found.logprobs, wanted, strict=True):
-            assert abs(decoded.logprob - expected) < 1e-3, name
+        is_as_likely(found, said, len(prompt))
+
+
+@pytest.mark.parametrize("capture_prompts", [True, False])
+def test_long_prompts_beside_decode(
+    fleet: Fleet, capture_prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of every captured size, of adapters of every rank, beside rows that decode."""
+    base, adapters = fleet
+    sizes: set[int] = set()
+    run = PromptGraphs.run
+
+    def watched(graphs: PromptGraphs, rows: Sequence[ScheduledRow]) -> object:
+        step = graphs._step_for(rows)
+        sizes.add(0 if step is None else step.tokens)
+        return run(graphs, rows)
+
+    monkeypatch.setattr(PromptGraphs, "run", watched)
+    rig = Rig(
+        base, device="cuda:0", dtype="float32", max_model_len=2048, max_num_seqs=9, pages=4000,
+        num_slots=9, max_num_batched_tokens=2048, capture_prompts=capture_prompts,
+    )  # fmt: skip
+    asked = {}
+    for index, name in enumerate(["17", "down", "64", "base", "1", "512", "k", "64", "base"]):
+        length = 40 if index < 3 else 190 + 230 * index
+        prompt = [(7 * index + 3 * j * j) % 300 for j in range(length)]
+        request = rig.submit(prompt, adapters[name], max_tokens=40 - 4 * index, logprobs=0)
+        asked[request] = (name, prompt)
+        rig.step()
+    rig.run()
+    assert sizes >= ({64, 512, 1024} if capture_prompts else set())
+    reference = Rig(base, pages=4000, device="cpu", max_model_len=2048)
+    for request, (name, prompt) in asked.items():
+        found = rig.answer(request)
+        assert found.fault is None, name
+        said = reference.ask(
+            [*prompt, *found.tokens], adapters[name], prompt_logprobs=0, max_tokens=1
+        )
+        is_as_likely(found, said, len(prompt))
