@@ -12,9 +12,9 @@ from dataclasses import dataclass
 _UNIT = 512
 _SMALL = 2**20
 _SMALL_PAGE = 2 * 2**20
-_LARGE_PAGE = 20 * 2**20
+LARGE_PAGE = 20 * 2**20  # what is mapped at a time
 # What the stretches of other tensors leave unused at their ends, and small holes between them.
-ENDS = 2 * _LARGE_PAGE
+ENDS = 2 * LARGE_PAGE
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Allocator:
     """Bytes that are kept for the tensors taken so far."""
 
     def __init__(self) -> None:
-        self._small, self._large = _Stretch(_SMALL_PAGE), _Stretch(_LARGE_PAGE)
+        self._small, self._large = _Stretch(_SMALL_PAGE), _Stretch(LARGE_PAGE)
         self._live = 0
         self.peak = 0  # bytes of the tensors that were there at once
 

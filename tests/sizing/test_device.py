@@ -66,4 +66,6 @@ def test_deviations_above_two_percent() -> None:
                      "context": math.inf}  # fmt: skip
     assert deviations(planned, {"weights": 1000}) == {}
     assert deviations({"margin": 100}, {"margin": 7}) == {}, "a margin need not be used"
-    assert deviations({"margin": 100}, {"margin": 120}) == {"margin": pytest.approx(0.2)}
+    planned, piece = {"margin": 200 * 2**20}, 20 * 2**20
+    assert deviations(planned, {"margin": 203 * 2**20 + piece}) == {}, "nor is another piece much"
+    assert deviations(planned, {"margin": 220 * 2**20 + piece}) == {"margin": pytest.approx(0.2)}
