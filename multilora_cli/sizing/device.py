@@ -161,8 +161,8 @@ def deviations(planned: Mapping[str, int], allocated: Mapping[str, int]) -> dict
     """Parts that took notably more (above 0) or less than planned, as a share of what was planned.
 
     Parts that were not measured are left out; one that was not planned at all counts as infinite.
-    Of a margin less may be used, and so much more as torch maps at a time: which holes a load leaves
-    between the weights differs from run to run (AWQ on an H200: 202 and 214 MB for 199 planned).
+    Of a margin less may be used, and so much more as torch maps at a time: which holes a load
+    leaves between weights differs from run to run (AWQ on an H200: 202 and 214 MB, 199 planned).
     """
     found: dict[str, float] = {}
     for part, got in allocated.items():
