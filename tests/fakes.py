@@ -211,6 +211,7 @@ class FakeEngine:
         self._buffer = bytearray()
         self._sequences: list[_Sequence] = []
         self._adapters: dict[str, AdapterStatus] = {}
+        self._gone: set[str] = set()  # since the last snapshot
         self._tokens = 0
         self._running = True
         self.submits: list[Submit] = []
@@ -285,6 +286,7 @@ class FakeEngine:
             return Reply(message.call_id, status=status)
         if isinstance(message, EvictAdapter):
             held = self._adapters.pop(message.digest, None)
+            self._gone.add(message.digest)
             pages = held.pages if held else 0
             status = AdapterStatus(message.digest, "stored", 0, 0, 0, False, 0, 0, 0.0)
             return Reply(
@@ -304,6 +306,7 @@ class FakeEngine:
 
     def _snapshot(self) -> Snapshot:
         running: dict[str, int] = {}
+        gone, self._gone = self._gone - self._adapters.keys(), set()
         for sequence in self._sequences:
             if sequence.submit.adapter is not None:
                 digest = sequence.submit.adapter.digest
@@ -314,7 +317,7 @@ class FakeEngine:
                 msgspec.structs.replace(status, references=running.get(status.digest, 0))
                 for status in self._adapters.values()
             ],
-            {"adapter_slot": 2}, {"adapter_slot": 7.5, "place": 0.0},
+            {"adapter_slot": 2}, {"adapter_slot": 7.5, "place": 0.0}, list(gone),
         )  # fmt: skip
 
     def _admit(self, submit: Submit) -> None:

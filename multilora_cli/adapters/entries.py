@@ -24,6 +24,10 @@ class Entries:
         """Whether any name stands for this content."""
         return digest in self._by_digest
 
+    def of_digest(self, digest: str) -> list[AdapterEntry]:
+        """The entries that stand for this content, the latest last."""
+        return [self._by_name[key] for key in self._by_digest.get(digest, ())]
+
     def put(self, entry: AdapterEntry) -> None:
         """Let the name stand for `entry`, in the place it had."""
         key = entry.name.lower()

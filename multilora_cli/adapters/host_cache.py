@@ -67,6 +67,7 @@ class HostCache:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
         self._growing = threading.Lock()  # taken before the other one, by one load at a time
+        self._left: dict[str, None] = {}
         self.builds = 0
         self.evictions = 0
 
@@ -146,6 +147,12 @@ class HostCache:
             entry = self._entries.get(digest)
             return 0 if entry is None or entry.image is None else entry.image.nbytes
 
+    def take_left(self) -> list[str]:
+        """Digests whose images gave way to others since the last call."""
+        with self._lock:
+            left, self._left = self._left, {}
+            return list(left)
+
     def check_integrity(self) -> None:
         """Every byte has one owner and the budget is kept. Raises ValueError."""
         with self._lock:
@@ -203,6 +210,7 @@ class HostCache:
         if victim is None:
             raise NoHostRoom(f"{format_size(num_bytes)} for adapter {version.name}")
         self._remove(victim)
+        self._left[victim] = None
         self.evictions += 1
 
     def _remove(self, digest: str) -> int:

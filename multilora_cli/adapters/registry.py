@@ -108,6 +108,11 @@ class Registry:
         with self._lock:
             return self._entries.holds(digest)
 
+    def of_digest(self, digest: str) -> list[AdapterEntry]:
+        """The entries that stand for this content, the latest last."""
+        with self._lock:
+            return self._entries.of_digest(digest)
+
     def with_digest(self, name: str) -> AdapterEntry:
         """`resolve`, with the digest computed if it was not yet known: reads the files.
 

@@ -32,6 +32,7 @@ from multilora_cli.adapters.pending import Pending
 from multilora_cli.adapters.pinned_pages import PinnedPages
 from multilora_cli.adapters.prefetch import Prefetch
 from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
+from multilora_cli.adapters.untold import Untold
 from multilora_cli.errors import MloraError
 from multilora_cli.memory.eviction import EvictionRule
 from multilora_cli.memory.page_pool import IntegrityError
@@ -67,6 +68,7 @@ class Residency:
         self._placed: dict[str, Entry] = {}  # copying or hot
         self.prefetch = Prefetch(prefetch_bytes_per_s, now)
         self.idle = IdleAdapters(self._evict_idle)
+        self._untold = Untold(warm.take_left)
         self._pending = Pending()
         self._serial = 0
         self._pinned = PinnedPages(self._placed)
@@ -197,7 +199,7 @@ class Residency:
             self._reset(entry)
         entry.pin = pin or entry.pin
         entry.priority = priority
-        self.idle.changed(entry)
+        self._changed(entry)
         self._pinned.recount()
         if entry.pin is not None:
             self._warm.pin(entry.digest, True)
@@ -218,6 +220,7 @@ class Residency:
         if entry.pin is not None:
             self._warm.pin(digest, False)
             entry.pin = None
+            self._changed(entry)
             self._pinned.recount()
         for call in entry.calls:
             reason = f"adapter {entry.version.name} was evicted before it was loaded"
@@ -300,6 +303,13 @@ class Residency:
         """Every known digest."""
         return [self._standing(entry) for entry in self._entries.values()]
 
+    def take_changes(self) -> tuple[list[Standing], list[str]]:
+        """Digests that changed since the last call, at first all, and those known no more."""
+        digests = self._untold.take()
+        known = [entry for each in digests if (entry := self._entries.get(each)) is not None]
+        gone = [digest for digest in digests if digest not in self._entries]
+        return [self._standing(entry) for entry in known], gone
+
     def check_integrity(self) -> None:
         """States, holds, leases, slots and pages agree."""
         for entry in self._entries.values():
@@ -317,6 +327,7 @@ class Residency:
         entry = self._entries.get(version.digest)
         if entry is None:
             entry = self._entries[version.digest] = Entry(version)
+            self._untold.add(version.digest)
             if self._warm.nbytes(version.digest):
                 entry.state = State.WARM
         entry.version = version
@@ -355,7 +366,7 @@ class Residency:
             self._set_state(entry, State.HOT)
         if entry.state is State.HOT and placement.copy.done():
             self._holds.release(entry)
-            self.idle.changed(entry)
+            self._changed(entry)
 
     def _finish_drains(self, entry: Entry) -> None:
         while entry.drains and not entry.is_moving:
@@ -393,6 +404,7 @@ class Residency:
         if reason is not None and entry.pin is not None:
             self._warm.pin(entry.digest, False)
             entry.pin = None
+            self._changed(entry)
         self._holds.unhold(entry)
 
     def _start_load(self, entry: Entry) -> bool:
@@ -474,15 +486,16 @@ class Residency:
 
     def _leases_changed(self, entry: Entry) -> None:
         entry.leases_changed()
-        self.idle.changed(entry)
+        self._changed(entry)
 
     def _touch(self, entry: Entry) -> None:
         is_warm = self._warm.nbytes(entry.digest) > 0
         entry.touch(self._now(), self._rule, is_warm=is_warm)
-        self.idle.changed(entry)
+        self._changed(entry)
 
     def _drop_image(self, entry: Entry) -> int:
         freed = self._holds.drop(entry)
+        self._untold.add(entry.digest)
         if entry.state is State.WARM:
             self._set_state(entry, State.STORED)
         return freed
@@ -492,8 +505,12 @@ class Residency:
             entry.state = State.STORED
         return entry.standing(self._now(), self._warm.nbytes(entry.digest))
 
+    def _changed(self, entry: Entry) -> None:
+        self.idle.changed(entry)
+        self._untold.add(entry.digest)
+
     def _set_state(self, entry: Entry, state: State) -> None:
         if state is not entry.state:
             entry.enter(state, self._now())
-            self.idle.changed(entry)
+            self._changed(entry)
             self._events.append(self._standing(entry))

@@ -45,6 +45,10 @@ class WarmTier(Protocol):
         """Bytes of the image; 0: it is not there."""
         ...
 
+    def take_left(self) -> list[str]:
+        """Digests whose images gave way to others since the last call."""
+        ...
+
     @property
     def free_bytes(self) -> int:
         """Bytes of the budget that no image takes."""

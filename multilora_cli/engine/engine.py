@@ -224,7 +224,7 @@ class Engine:
                 purge=message.purge_cache,
             )  # fmt: skip
         elif isinstance(message, Query):
-            self._replies.append(Reply(message.call_id, snapshot=self.snapshot()))
+            self._replies.append(Reply(message.call_id, snapshot=self.changes()))
         elif isinstance(message, Drain):
             self._drain_at = self.parts.now() + message.deadline_s
 
@@ -329,6 +329,13 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Counters and residency at this moment."""
+        return self._snapshot(self.parts.residency.standings(), [])
+
+    def changes(self) -> Snapshot:
+        """The same, but of adapters only what changed since the last call."""
+        return self._snapshot(*self.parts.residency.take_changes())
+
+    def _snapshot(self, adapters: list[Standing], gone: list[str]) -> Snapshot:
         parts, pool = self.parts, self.parts.pool
         running: Counter[str] = Counter()
         waiting: Counter[str] = Counter()
@@ -349,7 +356,8 @@ class Engine:
             waiting_adapters=dict(waiting),
             waits=dict(parts.scheduler.waits.waiting),
             wait_seconds=dict(parts.scheduler.waits.seconds),
-            adapters=[_status(standing) for standing in parts.residency.standings()],
+            adapters=[_status(standing) for standing in adapters],
+            gone=gone,
         )
 
     def _counters(self) -> dict[str, float]:

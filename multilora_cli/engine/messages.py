@@ -15,7 +15,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Tier = Literal["cold", "stored", "warm", "hot", "failed"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class _Message(msgspec.Struct, frozen=True, gc=False):
+    """No message is part of a cycle: the collector need not walk those that are kept."""
+
+
+class SamplingParams(_Message, frozen=True, kw_only=True):
     """How to choose tokens. Ranges are checked in the front before anything is sent."""
 
     max_tokens: int
@@ -34,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # the same for prompt tokens (echo)
 
 
-class AdapterRef(msgspec.Struct, frozen=True):
+class AdapterRef(_Message, frozen=True):
     """The exact adapter version a request was admitted with."""
 
     name: str
@@ -52,7 +56,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
         return cls(entry.name, entry.digest or "", entry.path, entry.generation, files)
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
+class Submit(_Message, frozen=True, tag="submit"):
     """Run `n` sequences of one prompt; their deltas carry index 0 to n - 1."""
 
     request_id: int
@@ -65,13 +69,13 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
     weight: float = 1.0  # of its share, where several compete (engine.fair_order); above 0
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class Abort(_Message, frozen=True, tag="abort"):
     """The client is gone: end every sequence of the request and free what it holds."""
 
     request_id: int
 
 
-class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
+class LoadAdapter(_Message, frozen=True, tag="load"):
     """Read, check and convert an adapter to a warm image; `hot` copies it to the device too."""
 
     call_id: int
@@ -81,7 +85,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load"):
     priority: int = 0
 
 
-class EvictAdapter(msgspec.Struct, frozen=True, tag="evict"):
+class EvictAdapter(_Message, frozen=True, tag="evict"):
     """Move one digest down: `to` warm frees pages, cold frees pages and host bytes.
 
     With references left it drains first; the reply comes when the bytes are free. `purge_cache`
@@ -95,13 +99,13 @@ class EvictAdapter(msgspec.Struct, frozen=True, tag="evict"):
     purge_cache: bool = False
 
 
-class Query(msgspec.Struct, frozen=True, tag="query"):
-    """Ask for a snapshot of counters and residency."""
+class Query(_Message, frozen=True, tag="query"):
+    """Ask for a snapshot of counters, and of what changed in residency since the last one."""
 
     call_id: int
 
 
-class Drain(msgspec.Struct, frozen=True, tag="drain"):
+class Drain(_Message, frozen=True, tag="drain"):
     """Finish what was admitted within `deadline_s`, end the rest with an error, then exit."""
 
     deadline_s: float
@@ -110,7 +114,7 @@ class Drain(msgspec.Struct, frozen=True, tag="drain"):
 ToEngine = Submit | Abort | LoadAdapter | EvictAdapter | Query | Drain
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(_Message, frozen=True):
     """Log-probability of one token and of the best alternatives at its position."""
 
     token_id: int
@@ -119,7 +123,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
-class Fault(msgspec.Struct, frozen=True):
+class Fault(_Message, frozen=True):
     """Why a sequence ended without a finish: `code` is one of the error contract's."""
 
     code: str  # adapter_unavailable, adapter_loading, internal_error, server_shutting_down ...
@@ -127,7 +131,7 @@ class Fault(msgspec.Struct, frozen=True):
     retry_after_s: float | None = None
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(_Message, frozen=True):
     """What one step added to one sequence.
 
     The stop id that ended a sequence is the last of `token_ids` (it counts as usage; the front
@@ -146,13 +150,13 @@ class Delta(msgspec.Struct, frozen=True):
     queued_s: float = 0.0  # waited until its prompt was taken up; with the first delta
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
+class Step(_Message, frozen=True, tag="step"):
     """All deltas of one engine step in one message."""
 
     deltas: list[Delta]
 
 
-class AdapterStatus(msgspec.Struct, frozen=True):
+class AdapterStatus(_Message, frozen=True):
     """Where one digest is and what it costs."""
 
     digest: str
@@ -163,19 +167,19 @@ class AdapterStatus(msgspec.Struct, frozen=True):
     pinned: bool
     loads: int
     hits: int
-    last_used_s: float  # monotonic age in seconds since last use; -1: never
+    last_used_s: float  # age of the last use when this was said; -1: never
     detail: str = ""  # the reason where tier is failed
     load_s: float = 0.0  # its last reading into host memory took so long; 0: none yet
     copy_s: float = 0.0  # its last way to the device, until steps could use it
 
 
-class AdapterEvent(msgspec.Struct, frozen=True, tag="adapter"):
+class AdapterEvent(_Message, frozen=True, tag="adapter"):
     """A digest changed its tier."""
 
     status: AdapterStatus
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class Progress(_Message, frozen=True, tag="progress"):
     """How far the engine's start is: phase name, done and total in the phase's own unit."""
 
     phase: str
@@ -183,7 +187,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class Ready(_Message, frozen=True, tag="ready"):
     """The engine serves: what it allocated, beside what was planned."""
 
     device: str
@@ -196,7 +200,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     notes: list[str] = []  # lines for the start panel
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+class StartFailed(_Message, frozen=True, tag="start_failed"):
     """The engine could not start: one line for people; the process exits with `exit_code`."""
 
     message: str
@@ -204,9 +208,12 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     exit_code: int = 1
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class Snapshot(_Message, frozen=True):
     """Counters of the engine at one moment.
 
+    `adapters` are all that the engine knows; in the reply to a Query those alone that changed since
+    the reply before, and `gone` are the digests that it has forgotten since. A status of every
+    version a second would cost the loop 32 ms with ten thousand.
     `counters["loop_age_s"]` is how long the step in progress has taken; 0 between steps.
     """
 
@@ -223,9 +230,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     adapters: list[AdapterStatus]
     waits: dict[str, int] = {}  # sequences by what they wait for (engine.waits)
     wait_seconds: dict[str, float] = {}  # sequence-seconds waited, by the same
+    gone: list[str] = []
 
 
-class Reply(msgspec.Struct, frozen=True, tag="reply"):
+class Reply(_Message, frozen=True, tag="reply"):
     """The answer to a call; `fault` is set when it failed."""
 
     call_id: int

@@ -105,7 +105,7 @@ class _Watch:
     def __init__(self, connection: socket.socket) -> None:
         self.link = Link(connection, lost=lambda: os._exit(0), intercept=self._keep)
         self._queries: deque[Query] = deque()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Snapshot | None = None  # the last one, without adapters: they stay
         self._step_began: float | None = None
 
     def start(self) -> None:
@@ -123,14 +123,17 @@ class _Watch:
 
     def answer(self, snapshot: Callable[[], Snapshot]) -> None:
         """Answer every query, on the loop's thread."""
-        while self._queries:
-            self._snapshot = snapshot()
-            self._answer(self._snapshot)
+        while (query := self._next()) is not None:
+            found = snapshot()
+            self._snapshot = msgspec.structs.replace(found, adapters=[], gone=[])
+            self.link.send(Reply(query.call_id, snapshot=found))
 
-    def _answer(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(IndexError):  # the other thread was faster
-            query = self._queries.popleft()
-            self.link.send(Reply(query.call_id, snapshot=snapshot))
+    def _next(self) -> Query | None:
+        """The oldest query, for one of the two threads."""
+        try:
+            return self._queries.popleft()
+        except IndexError:
+            return None
 
     def _keep(self, message: ToEngine) -> bool:
         if not isinstance(message, Query):
@@ -146,9 +149,10 @@ class _Watch:
             if began is None or snapshot is None:
                 continue
             age_s = time.monotonic() - began
-            while age_s > _STALLED_S and self._queries:
+            while age_s > _STALLED_S and (query := self._next()) is not None:
                 counters = {**snapshot.counters, "loop_age_s": age_s}
-                self._answer(msgspec.structs.replace(snapshot, counters=counters))
+                aged = msgspec.structs.replace(snapshot, counters=counters)
+                self.link.send(Reply(query.call_id, snapshot=aged))
 
 
 def main(arguments: list[str]) -> int:
@@ -219,7 +223,7 @@ def _serve(engine: "Engine", watch: _Watch) -> None:
     while True:
         for message in link.take(engine.idle_wait_s):
             engine.handle(message)
-        watch.answer(engine.snapshot)
+        watch.answer(engine.changes)
         watch.step_begins()
         engine.begin_step()
         _tell(engine, link)

@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from multilora_cli.adapters.entry import AdapterEntry, Candidate, Pin
 from multilora_cli.adapters.registry import Registry
-from multilora_cli.engine.messages import AdapterRef, Reply
+from multilora_cli.engine.messages import AdapterRef, AdapterStatus, Reply
 from multilora_cli.errors import AdapterError, AdapterUnavailable, MloraError, RequestError
 from multilora_cli.fleet.schema import is_adapter_name
 from multilora_cli.server.bodies import EvictBody, LoadBody, UnloadBody, WarmBody
@@ -18,6 +18,7 @@ from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import about_adapter, fault_error, unavailable
 from multilora_cli.server.listing import adapter_row, listing, status_of
+from multilora_cli.server.long_replies import json_array
 from multilora_cli.server.movements import Movements
 from multilora_cli.server.names import NameLimits, Names
 from multilora_cli.server.protocol import duration, model_not_found
@@ -389,8 +390,8 @@ class Adapters:
 
     def _pinned_by(self, name: str, digest: str) -> AdapterEntry | None:
         """Another name of the same content that is pinned."""
-        for entry in self.registry.entries():
-            if entry.digest == digest and entry.name != name and entry.pin is not None:
+        for entry in self.registry.of_digest(digest):
+            if entry.name != name and entry.pin is not None:
                 return entry
         return None
 
@@ -404,25 +405,31 @@ class Adapters:
 
     # ---- what is shown
 
-    def by_digest(self) -> dict[str, AdapterEntry]:
-        """The entries whose digest is known."""
-        return {e.digest: e for e in self.registry.entries() if e.digest is not None}
-
-    def listing(
-        self, counts: Mapping[str, int], allows: Callable[[str], bool] | None = None
-    ) -> dict[str, Any]:
-        """Adapters with tier, pages and use; `counts` are their requests so far.
+    async def listing(
+        self,
+        counts: Mapping[str, int],
+        allows: Callable[[str], bool] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> list[bytes]:
+        """Adapters with tier, pages and use, JSON in pieces; `counts` are their requests so far,
+        `facts` are said beside them.
 
         With `allows` only those that it is true for, and what the engine holds of them.
         """
-        known = self.registry.entries()
-        entries = [entry for entry in known if allows is None or allows(entry.name)]
-        rows = [self._row(entry, counts) for entry in entries]
-        statuses = self.client.statuses
-        if allows is not None:
-            own = {entry.digest for entry in entries}
-            statuses = {digest: each for digest, each in statuses.items() if digest in own}
-        return listing(rows, entries, statuses)
+        entries = self.registry.entries()
+        shown = (entry for entry in entries if allows is None or allows(entry.name))
+        rows = await json_array(shown, lambda entry: self._row(entry, counts))
+        return await listing(rows, self._held(allows), facts or {})
+
+    def _held(
+        self, allows: Callable[[str], bool] | None
+    ) -> Iterator[tuple[AdapterStatus, list[AdapterEntry]]]:
+        """The versions that the engine holds, each with the names that stand for it."""
+        for status in self.client.statuses.held:
+            entries = self.registry.of_digest(status.digest)
+            own = [entry for entry in entries if allows is None or allows(entry.name)]
+            if own or allows is None:
+                yield status, own
 
     def fleet_facts(self) -> dict[str, Any]:
         """What the listing says of the fleet as a whole: `max_adapters` may run in one step, of at

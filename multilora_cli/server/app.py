@@ -1,6 +1,7 @@
 """The routes and what they do. Each has a policy; `create_app` refuses to build one without."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -27,9 +28,10 @@ from multilora_cli.server.bodies import (
     WarmBody,
 )
 from multilora_cli.server.docs import docs_page, openapi_document
+from multilora_cli.server.families import CONTENT_TYPE
 from multilora_cli.server.front import Front
 from multilora_cli.server.guard import Guard
-from multilora_cli.server.metrics import CONTENT_TYPE
+from multilora_cli.server.long_replies import LongReply, in_turns, json_array, json_object
 from multilora_cli.server.prepare import Admitted, Texts, check_stream_options
 from multilora_cli.server.protocol import (
     check_ids,
@@ -38,6 +40,7 @@ from multilora_cli.server.protocol import (
     split_model,
 )
 from multilora_cli.server.routing import (
+    JSON,
     RouteSpec,
     add_routes,
     caller_of,
@@ -138,11 +141,16 @@ class Routes:
     async def models(self, request: Request) -> Response:
         """GET /v1/models"""
         grant = caller_of(request).grant
+        base = self._front.config.base_name
         entries = self._front.adapters.registry.entries()
         servable = (entry for entry in entries if entry.state == "ready")
-        cards = map(self._card, (None, *servable))
-        allowed = [card for card in cards if grant.allows(card["id"])]
-        return json_response({"object": "list", "data": allowed})
+        shown = (
+            entry
+            for entry in chain((None,), servable)
+            if grant.allows(base if entry is None else entry.name)
+        )
+        cards = await json_array(shown, self._card)
+        return self._long_json(json_object({"object": "list"}, {"data": cards}))
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{model_id}"""
@@ -156,9 +164,9 @@ class Routes:
         grant = caller_of(request).grant
         counts = front.traffic.adapters.traffic
         if grant.is_limited:  # what the fleet as a whole does is not its concern
-            return json_response(front.adapters.listing(counts, grant.allows))
-        listing = front.adapters.listing(counts) | front.adapters.fleet_facts()
-        return json_response({**listing, "traffic": front.traffic.tiers.summary()})
+            return self._long_json(await front.adapters.listing(counts, grant.allows))
+        facts = {**front.adapters.fleet_facts(), "traffic": front.traffic.tiers.summary()}
+        return self._long_json(await front.adapters.listing(counts, facts=facts))
 
     async def load(self, request: Request) -> Response:
         """POST /v1/load_lora_adapter"""
@@ -272,7 +280,9 @@ class Routes:
                 kind="permission_error",
             )
         await front.client.query(0.5)
-        return Response(front.metrics.render(front.view()), media_type=CONTENT_TYPE)
+        families = front.metrics.families(front.view())
+        parts = [family.encode() async for family in in_turns(families)]
+        return LongReply(parts, CONTENT_TYPE, front.config.limits.write_stall_s)
 
     async def openapi(self, _: Request) -> Response:
         """GET /openapi.json"""
@@ -282,6 +292,9 @@ class Routes:
         """GET /docs"""
         policy = "default-src 'none'; style-src 'unsafe-inline'"
         return HTMLResponse(self._page, headers={"content-security-policy": policy})
+
+    def _long_json(self, parts: list[bytes]) -> Response:
+        return LongReply(parts, JSON, self._front.config.limits.write_stall_s)
 
     def _state(self, status: str, good: bool) -> Response:
         reason = self._front.client.reason
@@ -328,8 +341,7 @@ def create_app(front: Front) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http_error)
     add_routes(app, Routes(front).table())
     check_policies(app)
-    count = front.metrics.replies
-    return Guard(app, config, lambda status: count.labels(status=str(status)).inc())
+    return Guard(app, config, front.metrics.replied)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -1,10 +1,8 @@
 """A histogram that one thread fills."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-
-from prometheus_client.core import HistogramMetricFamily
 
 
 class Buckets:
@@ -12,6 +10,7 @@ class Buckets:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
+        self._names = (*map(str, self.bounds), "+Inf")
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
@@ -39,8 +38,6 @@ class Buckets:
             below += count
         return None
 
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """The series of these labels, as a scrape shows them."""
-        names = [*map(str, self.bounds), "+Inf"]
-        rows = list(zip(names, map(float, accumulate(self.counts)), strict=True))
-        family.add_metric(labels, rows, self.total)
+    def rows(self) -> Iterator[tuple[str, int]]:
+        """Each bound as Prometheus writes it, and how many values are at most that."""
+        return zip(self._names, accumulate(self.counts), strict=True)

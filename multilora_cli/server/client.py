@@ -39,6 +39,7 @@ from multilora_cli.engine.messages import (
 )
 from multilora_cli.errors import BadInput, MloraError, Refused, RequestError, Unreachable
 from multilora_cli.server.contract import unavailable
+from multilora_cli.server.statuses import Statuses
 from multilora_cli.server.ticket import Ticket
 from multilora_cli.server.wire import Wire
 
@@ -87,7 +88,7 @@ class EngineClient:
         self.reason = "the engine is starting"
         self.ready: Ready | None = None
         self.snapshot: Snapshot | None = None
-        self.statuses: dict[str, AdapterStatus] = {}
+        self.statuses = Statuses()
         self.restarts = 0
         self.on_progress: list[Callable[[Progress], None]] = []
         self.on_adapter: list[Callable[[AdapterStatus], None]] = []  # it changed its tier
@@ -168,10 +169,7 @@ class EngineClient:
         """Fresh counters; the last known ones when the engine does not answer in time."""
         call_id = self._next_id()
         with suppress(RequestError):
-            reply = await self._call(call_id, Query(call_id), timeout_s)
-            if reply.snapshot is not None:
-                self.snapshot = reply.snapshot
-                self.statuses = {status.digest: status for status in reply.snapshot.adapters}
+            await self._call(call_id, Query(call_id), timeout_s)
         return self.snapshot
 
     def begin_drain(self) -> None:
@@ -240,6 +238,8 @@ class EngineClient:
         if isinstance(message, Step):
             self._take(message.deltas)
         elif isinstance(message, Reply):
+            if message.snapshot is not None:
+                self._seen(message.snapshot)
             future = self._calls.pop(message.call_id, None)
             if future is not None and not future.done():
                 future.set_result(message)
@@ -252,6 +252,14 @@ class EngineClient:
                 progress(message)
         else:
             self._started(message)
+
+    def _seen(self, snapshot: Snapshot) -> None:
+        """What changed in the engine since it said so last; nobody may wait for it any more."""
+        self.snapshot = snapshot
+        for status in snapshot.adapters:
+            self.statuses[status.digest] = status
+        for digest in snapshot.gone:
+            self.statuses.pop(digest, None)
 
     def _let_go(self, request_id: int) -> bool:
         """A request is over; whether it was in flight."""

@@ -159,7 +159,7 @@ class Front:
             base_name=self.config.base_name,
             max_loras=self.config.max_loras,
             snapshot=self.client.snapshot,
-            entries=self.adapters.by_digest(),
+            registry=self.adapters.registry,
             statuses=self.client.statuses,
             movements=self.adapters.movements,
             quotas=self.quotas,

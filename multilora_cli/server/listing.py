@@ -1,11 +1,12 @@
 """The adapters as the listing shows them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.engine.messages import AdapterStatus
+from multilora_cli.server.long_replies import json_array, json_object
 
 _COLD = AdapterStatus("", "cold", 0, 0, 0, False, 0, 0, -1.0)
 _STORED = AdapterStatus("", "stored", 0, 0, 0, False, 0, 0, -1.0)
@@ -68,34 +69,30 @@ def expires_in_s(entry: AdapterEntry, status: AdapterStatus, idle_s: float | Non
     return ttl if status.references or idle_s is None else max(ttl - idle_s, 0.0)
 
 
-def listing(
-    rows: Sequence[dict[str, Any]],
-    entries: Sequence[AdapterEntry],
-    statuses: Mapping[str, AdapterStatus],
-) -> dict[str, Any]:
-    """The whole reply.
+async def listing(
+    rows: list[bytes],
+    held: Iterable[tuple[AdapterStatus, Sequence[AdapterEntry]]],
+    facts: Mapping[str, Any],
+) -> list[bytes]:
+    """The whole reply in pieces, of `rows` as JSON and of the versions that the engine holds, each
+    with the names that stand for it."""
+    totals = {"resident_generations": 0, "retired_generations": 0, "resident_bytes": 0}
 
-    `generations` are the versions that the engine holds, those without a name included: they are
-    retired, and go when their last request ends.
-    """
-    by_digest: dict[str, list[AdapterEntry]] = {}
-    for entry in entries:
-        if entry.digest is not None:
-            by_digest.setdefault(entry.digest, []).append(entry)
-    held = [status for status in statuses.values() if status.tier in ("warm", "hot")]
-    generations = [_generation(status, by_digest.get(status.digest, [])) for status in held]
-    return {
-        "object": "list",
-        "data": list(rows),
-        "generations": generations,
-        "resident_generations": len(held),
-        "retired_generations": sum(row["retired"] for row in generations),
-        "resident_bytes": sum(status.host_bytes for status in held),
-    }
+    def row(pair: tuple[AdapterStatus, Sequence[AdapterEntry]]) -> dict[str, Any]:
+        status, entries = pair
+        totals["resident_generations"] += 1
+        totals["retired_generations"] += not entries
+        totals["resident_bytes"] += status.host_bytes
+        return _generation(status, entries)
+
+    generations = await json_array(held, row)
+    arrays = {"data": rows, "generations": generations}
+    return json_object({"object": "list", **totals, **facts}, arrays)
 
 
 def _generation(status: AdapterStatus, entries: Sequence[AdapterEntry]) -> dict[str, Any]:
-    """A version that the engine holds, and the names that stand for it."""
+    """A version that the engine holds, and the names that stand for it. Without a name it is
+    retired, and goes when its last request ends."""
     return {
         "generation": max((entry.generation for entry in entries), default=None),
         "digest": f"sha256:{status.digest}",

@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from prometheus_client.core import HistogramMetricFamily, Metric
-
 from multilora_cli.engine.messages import AdapterStatus, Reply, Tier
 from multilora_cli.server.buckets import Buckets
-from multilora_cli.server.families import counters
+from multilora_cli.server.families import counters, histogram
 
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
@@ -46,19 +44,12 @@ class Movements:
         """No name stands for it any more."""
         self._tiers.pop(digest, None)
 
-    def collect(self, evicted_for_room: float) -> Iterator[Metric]:
+    def collect(self, evicted_for_room: float) -> Iterator[str]:
         """The families of a scrape."""
-        loads = HistogramMetricFamily(
-            "mlora_adapter_load_seconds", "From one tier to the next.", labels=("hop",)
-        )
-        for hop, buckets in self._hops.items():
-            buckets.add_to(loads, (hop,))
-        yield loads
-        proposed = HistogramMetricFamily(
-            "vllm:lora_adapter_load_seconds", "From disk to host memory.", labels=()
-        )
-        self._hops["stored_warm"].add_to(proposed, ())
-        yield proposed
+        hops = [({"hop": hop}, buckets) for hop, buckets in self._hops.items()]
+        yield histogram("mlora_adapter_load_seconds", "From one tier to the next.", hops)
+        text, buckets = "From disk to host memory.", self._hops["stored_warm"]
+        yield histogram("vllm:lora_adapter_load_seconds", text, [({}, buckets)])
         yield counters(
             "mlora_adapter_evictions",
             "Adapters that left a tier: for room on the device, by an operator, unused, unloaded.",

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import Metric
-
 from multilora_cli.errors import RequestError
 from multilora_cli.server.auth import Grant
 from multilora_cli.server.families import counters, gauges
@@ -139,7 +137,7 @@ class Quotas:
             return _throttled(f"{most} tokens a minute", account.last_tokens.wait_s(excess, now_s))
         return None
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[str]:
         """The families of a scrape: named tenants, as many as may have series of their own."""
         rows: dict[str, list[Account]] = {}
         for account in self._accounts.values():

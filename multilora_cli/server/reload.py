@@ -31,7 +31,7 @@ class Reload:
             except Exception:  # a fault in one attempt must not end the next ones
                 _log.exception("reading the fleet file again failed")
                 outcome = "refused"
-            self._metrics.reloads.labels(outcome=outcome).inc()
+            self._metrics.reloaded(outcome)
 
     async def once(self) -> str:
         """One attempt: `applied`, or `refused`, and then nothing was changed."""

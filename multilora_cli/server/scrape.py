@@ -1,18 +1,15 @@
 """The series that are computed when they are read: the engine's state, and what requests cost."""
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from multilora_cli.adapters.entry import AdapterEntry
+from multilora_cli.adapters.registry import Registry
 from multilora_cli.engine.messages import AdapterStatus, Snapshot
-from multilora_cli.server.families import counter, counters, gauge, gauges
+from multilora_cli.server.families import counter, counters, gauge, gauges, labelled
 from multilora_cli.server.movements import Movements
 from multilora_cli.server.quota import Quotas
+from multilora_cli.server.statuses import Statuses
 from multilora_cli.server.traffic import Traffic
 
 
@@ -23,24 +20,25 @@ class EngineView:
     base_name: str
     max_loras: int
     snapshot: Snapshot | None
-    entries: Mapping[str, AdapterEntry]  # by digest
-    statuses: Mapping[str, AdapterStatus]
+    registry: Registry
+    statuses: Statuses
     movements: Movements
     quotas: Quotas
     up: bool
     restarts: int
 
 
-class Scrape(Collector):
-    """Series that are computed when they are read."""
+class Scrape:
+    """Series that are computed when they are read. What they cost does not depend on how many
+    adapters there are: it looks at those with series of their own, and at pinned ones."""
 
     def __init__(self, traffic: Traffic, view: EngineView) -> None:
         self._traffic = traffic
         self._view = view
         self._labels = {"model_name": view.base_name, "engine": "0"}
 
-    def collect(self) -> Iterator[Metric]:
-        """prometheus_client: the families of this scrape."""
+    def collect(self) -> Iterator[str]:
+        """The families of this scrape, a text each."""
         yield gauge("mlora_engine_up", "1 while the engine serves.", float(self._view.up))
         yield counter("mlora_engine_restarts", "Restarts of the engine.", self._view.restarts)
         traffic, labels = self._traffic, self._labels
@@ -59,7 +57,7 @@ class Scrape(Collector):
         evictions = snapshot.counters.get("adapter_evictions", 0) if snapshot is not None else 0
         yield from self._view.movements.collect(evictions)
 
-    def _engine(self) -> Iterator[Metric]:
+    def _engine(self) -> Iterator[str]:
         snapshot = self._view.snapshot
         if snapshot is None:
             return
@@ -89,7 +87,7 @@ class Scrape(Collector):
             else:
                 yield counter(f"mlora_engine_{name}", "Of the engine.", value)
 
-    def _waits(self, snapshot: Snapshot) -> Iterator[Metric]:
+    def _waits(self, snapshot: Snapshot) -> Iterator[str]:
         """What sequences wait for, and how long they have in all."""
         waiting = {reason: snapshot.waits.get(reason, 0) for reason in snapshot.wait_seconds}
         yield gauges(
@@ -99,7 +97,7 @@ class Scrape(Collector):
             "mlora_wait_seconds", "Seconds waited, by what for.", "reason", snapshot.wait_seconds
         )
 
-    def _lora_info(self, snapshot: Snapshot) -> Metric:
+    def _lora_info(self, snapshot: Snapshot) -> str:
         """vLLM's one LoRA metric, letter for letter: routers parse its labels."""
         labels = {
             "max_lora": str(self._view.max_loras),
@@ -111,23 +109,27 @@ class Scrape(Collector):
 
     def _names(self, digests: Iterable[str]) -> str:
         """Names joined by commas; of a version that is served no more, the digest's beginning."""
-        entries = self._view.entries
-        return ",".join(entries[d].name if d in entries else d[:12] for d in sorted(digests))
+        return ",".join(self._name(digest) or digest[:12] for digest in sorted(digests))
+
+    def _name(self, digest: str) -> str | None:
+        """Who stands for it; of several names the latest."""
+        entries = self._view.registry.of_digest(digest)
+        return entries[-1].name if entries else None
 
     def _named(self) -> dict[str, AdapterStatus]:
         """Status by name, of those with series of their own."""
-        named, rows = self._traffic.adapters.named, {}
-        for digest, status in self._view.statuses.items():
-            entry = self._view.entries.get(digest)
-            if entry is not None and entry.name in named:
-                rows[entry.name] = status
+        view, rows = self._view, {}
+        for name in self._traffic.adapters.named:
+            entry = view.registry.get(name)
+            status = view.statuses.get(entry.digest or "") if entry is not None else None
+            if status is not None:
+                rows[name] = status
         return rows
 
-    def _residency(self) -> Iterator[Metric]:
+    def _residency(self) -> Iterator[str]:
         """How many adapters are where, and what each of the busiest holds."""
-        statuses, rows = self._view.statuses.values(), self._named()
-        tiers: Counter[str] = Counter(status.tier for status in statuses)
-        counts = {tier: tiers[tier] for tier in sorted({*tiers, *_RANKED})}
+        tiers, rows = self._view.statuses.tiers, self._named()
+        counts = {tier: tiers[tier] for tier in sorted({*+tiers, *_RANKED})}
         yield gauges("mlora_adapters", "Adapters by tier.", "tier", counts)
         ranks = {
             adapter: _RANKED.index(status.tier)
@@ -146,34 +148,36 @@ class Scrape(Collector):
         loads = {adapter: status.loads for adapter, status in rows.items()}
         yield counters("mlora_adapter_loads", "Times it was loaded.", "adapter", loads)
 
-    def _loaded(self) -> Iterator[Metric]:
+    def _loaded(self) -> Iterator[str]:
         """The names that are proposed for vLLM: pull requests 45411, 51433, 54830."""
-        counts = {"gpu": 0, "cpu": 0}
-        loaded = GaugeMetricFamily(
-            "vllm:lora_adapter_loaded",
-            "1 for each loaded adapter, of the busiest and of pinned ones.",
-            labels=("adapter_name", "level", "pinned", "rank"),
-        )
-        table = self._traffic.adapters
+        view, table = self._view, self._traffic.adapters
+        loaded = self._named()
         room = table.limit - len(table.named)  # for pinned ones that nobody asked for yet
-        for digest, status in self._view.statuses.items():
-            level = _LEVELS.get(status.tier)
-            if level is None:
-                continue
-            counts[level] += 1
-            entry = self._view.entries.get(digest)
-            if entry is None:
-                continue
-            is_named = entry.name in table.named
-            if is_named or (status.pinned and room > 0):
-                room -= not is_named
-                pinned = str(status.pinned).lower()
-                loaded.add_metric((entry.name, level, pinned, str(entry.rank)), 1)
-        yield loaded
+        for status in view.statuses.pinned:
+            name = self._name(status.digest) if status.tier in _LEVELS else None
+            if room > 0 and name is not None and name not in loaded:
+                loaded[name] = status
+                room -= 1
+        rows = [
+            (
+                {
+                    "adapter_name": name,
+                    "level": _LEVELS[status.tier],
+                    "pinned": str(status.pinned).lower(),
+                    "rank": str(entry.rank),
+                },
+                1,
+            )
+            for name, status in loaded.items()
+            if status.tier in _LEVELS and (entry := view.registry.get(name)) is not None
+        ]
+        text = "1 for each loaded adapter, of the busiest and of pinned ones."
+        yield labelled("vllm:lora_adapter_loaded", "gauge", text, rows)
+        tiers = view.statuses.tiers
         for name, text, value in (
-            ("num_gpu_loaded_lora_adapters", "Adapters on the device.", counts["gpu"]),
-            ("num_cpu_loaded_lora_adapters", "Adapters in host memory only.", counts["cpu"]),
-            ("max_gpu_lora_adapters", "Adapters that fit in one step.", self._view.max_loras),
+            ("num_gpu_loaded_lora_adapters", "Adapters on the device.", tiers["hot"]),
+            ("num_cpu_loaded_lora_adapters", "Adapters in host memory only.", tiers["warm"]),
+            ("max_gpu_lora_adapters", "Adapters that fit in one step.", view.max_loras),
         ):
             yield gauge(f"vllm:{name}", text, value, self._labels)
 

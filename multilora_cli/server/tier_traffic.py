@@ -4,11 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client.core import HistogramMetricFamily, Metric
-
 from multilora_cli.engine.messages import AdapterStatus
 from multilora_cli.server.buckets import Buckets
-from multilora_cli.server.families import counter, counters, gauge
+from multilora_cli.server.families import counter, counters, gauge, histogram
 
 # Fine where a hot adapter and a load differ: 5 ms apart on a GPU.
 _TTFT_S = (
@@ -77,7 +75,7 @@ class TierTraffic:
             },
         }
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[str]:
         """The families of a scrape."""
         yield counters(
             "mlora_tier_requests",
@@ -85,12 +83,8 @@ class TierTraffic:
             "tier",
             {tier: found.requests for tier, found in self._found.items()},
         )
-        ttft = HistogramMetricFamily(
-            "mlora_tier_ttft_seconds", "Arrival to first token, by tier.", labels=("tier",)
-        )
-        for tier, found in self._found.items():
-            found.ttft_s.add_to(ttft, (tier,))
-        yield ttft
+        ttft = [({"tier": tier}, found.ttft_s) for tier, found in self._found.items()]
+        yield histogram("mlora_tier_ttft_seconds", "Arrival to first token, by tier.", ttft)
         yield counter(
             "mlora_cold_starts", "Requests whose adapter had to be read.", self.cold_starts
         )

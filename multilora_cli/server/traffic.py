@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import HistogramMetricFamily, Metric
-
 from multilora_cli.server.buckets import Buckets
-from multilora_cli.server.families import counters
+from multilora_cli.server.families import counters, histogram
 from multilora_cli.server.tier_traffic import TierTraffic
 
 OTHER = "other"
@@ -85,7 +83,7 @@ class AdapterTable:
         if name in self.named:
             self.other.merge(self.named.pop(name))
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[str]:
         """The families of a scrape."""
         rows = {**self.named, OTHER: self.other}
         for name, text, attribute in (
@@ -101,12 +99,11 @@ class AdapterTable:
             ("ttft", "Arrival to first token.", "ttft_s"),
             ("itl", "Between tokens.", "itl_s"),
         ):
-            histogram = HistogramMetricFamily(
-                f"mlora_adapter_{name}_seconds", text, labels=("adapter",)
-            )
-            for adapter, counts in rows.items():
-                getattr(counts, attribute).add_to(histogram, (adapter,))
-            yield histogram
+            times = [
+                ({"adapter": adapter}, getattr(counts, attribute))
+                for adapter, counts in rows.items()
+            ]
+            yield histogram(f"mlora_adapter_{name}_seconds", text, times)
 
 
 class RequestTimes:
@@ -127,12 +124,10 @@ class RequestTimes:
         """Count one value."""
         self.by_name[name].observe(value)
 
-    def collect(self, labels: dict[str, str]) -> Iterator[Metric]:
+    def collect(self, labels: dict[str, str]) -> Iterator[str]:
         """The families of a scrape."""
         for name, text in _VLLM.items():
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=tuple(labels))
-            self.by_name[name].add_to(family, tuple(labels.values()))
-            yield family
+            yield histogram(f"vllm:{name}", text, [(labels, self.by_name[name])])
 
 
 class Traffic:

@@ -63,6 +63,7 @@ def test_least_recently_used_leaves_first() -> None:
     cache.load(Fake("d"))
     assert [cache.nbytes(d) for d in "abcd"] == [PAGE, 0, PAGE, PAGE]
     assert cache.used_bytes == 3 * PAGE and cache.evictions == 1
+    assert cache.take_left() == ["b"] and cache.take_left() == [], "told once"
     cache.check_integrity()
 
 

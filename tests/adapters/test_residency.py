@@ -3,11 +3,12 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from multilora_cli.adapters import hot_tier
-from multilora_cli.adapters.lease import Lease, State
+from multilora_cli.adapters.lease import Lease, Standing, State
 from multilora_cli.adapters.residency_entry import Entry
 from multilora_cli.memory.page_pool import IntegrityError, PageUse
 from tests.engine.bookkeeping_kit import PAGE, Books, FakeVersion
@@ -29,6 +30,7 @@ class Walk:
         self.kv: list[list[int]] = []
         self.calls: set[int] = set()
         self.next = 0
+        self.told: dict[str, Standing] = {}  # what changes came to
 
     def step(self) -> None:
         """One random operation, then the audit."""
@@ -149,12 +151,29 @@ class Walk:
         assert books.pool.count(PageUse.ADAPTER) <= books.evictor.adapter_limit
         for copy in books.copier.copies:
             assert copy.finished or books.is_intact(copy), "a copy writes where others are"
+        self._compare_changes()
         submitted = [args[0].digest for _, _, args in books.loaders.jobs]
         assert len(set(submitted)) == len(submitted) <= 2, "two loads of one digest"
         for lease in self.leases:
             if lease.running:
                 slot = self.slots[id(lease)][0]
                 assert books.reads(slot, lease.digest), "a lease reads something else"
+
+    def _compare_changes(self) -> None:
+        """Whoever takes changes now and then knows the same as whoever asks about everything."""
+        if self.next % 3:
+            return
+        changed, gone = self.residency.take_changes()
+        self.told.update((standing.digest, standing) for standing in changed)
+        for digest in gone:
+            self.told.pop(digest, None)
+        known = self.residency.standings()
+        assert self.told.keys() == {standing.digest for standing in known}
+        for standing in known:
+            same = {"idle_s": standing.idle_s}
+            if standing.state is State.LOADING:  # its image counts once the load is taken in
+                same["host_bytes"] = standing.host_bytes
+            assert replace(self.told[standing.digest], **same) == standing
 
     def finish(self) -> None:
         """Everybody leaves; after the loads, copies and drains end nothing is owned."""

@@ -73,6 +73,7 @@ class FakeWarm:
         self.pinned: set[str] = set()
         self.broken: set[str] = set()
         self.loading: set[str] = set()
+        self.left: list[str] = []
         self.loads = 0
 
     def load(self, version: Version) -> FakeImage:
@@ -87,6 +88,7 @@ class FakeWarm:
                 if not idle:
                     raise NoHostRoom(digest)
                 del self.images[idle[0]]
+                self.left.append(idle[0])
             plan = ImagePlan(version.pages, PAGE, 4, (), {}, version.pages * PAGE)
             self.images[digest] = FakeImage(digest, plan)
             self.loads += 1
@@ -122,6 +124,11 @@ class FakeWarm:
         """Bytes of the image."""
         image = self.images.get(digest)
         return image.plan.num_pages * PAGE if image is not None else 0
+
+    def take_left(self) -> list[str]:
+        """Digests whose images gave way."""
+        left, self.left = self.left, []
+        return left
 
     @property
     def free_bytes(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multilora_cli.adapters.host_arena import HostArena
-from multilora_cli.engine.messages import AdapterRef
+from multilora_cli.engine.messages import AdapterRef, EvictAdapter
 from multilora_cli.memory.page_pool import PageUse
 from tests.engine.conftest import SignatureFleet
 from tests.engine.engine_kit import Rig, adapter_ref
@@ -127,6 +127,25 @@ def test_a_run_04_unload_during_generation(fleet: SignatureFleet) -> None:
     pool = rig.engine.parts.pool
     assert pool.count(PageUse.ADAPTER) == 0 and pool.count(PageUse.CACHED) == 0
     assert rig.engine.snapshot().adapters == []
+
+
+def test_a_query_is_told_what_changed_since_the_last_one(fleet: SignatureFleet) -> None:
+    """With ten thousand known adapters the loop has no 32 ms a second to tell of each."""
+    rig = Rig(fleet.base)
+    names = {fleet.adapter(value).digest: value for value in (20, 95)}
+    for value in names.values():
+        rig.ask(PROMPT, fleet.adapter(value))
+    assert {status.digest for status in rig.engine.changes().adapters} == set(names)
+    assert rig.engine.changes().adapters == []
+    rig.ask(PROMPT, fleet.adapter(95))
+    changes = rig.engine.changes()
+    assert [names[status.digest] for status in changes.adapters] == [95]
+    assert (changes.adapters[0].hits, changes.gone) == (2, [])
+    evict = EvictAdapter(77, fleet.adapter(20).digest, to="cold", unpin=True, purge_cache=True)
+    rig.engine.handle(evict)
+    rig.engine.step()
+    assert rig.engine.changes().gone == [fleet.adapter(20).digest]
+    assert len(rig.engine.snapshot().adapters) == 1
 
 
 def test_a_request_after_an_unload_waits_for_it_and_loads_again(fleet: SignatureFleet) -> None:

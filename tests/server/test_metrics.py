@@ -76,7 +76,7 @@ async def _lora_info(folder) -> None:
         (line,) = re.findall(r"^vllm:lora_requests_info\{.*", text, re.MULTILINE)
         assert line.startswith(
             'vllm:lora_requests_info{max_lora="7",running_lora_adapters="acme/legal",'
-            'waiting_lora_adapters=""} 1.'
+            'waiting_lora_adapters=""} 1'
         )
         found = samples(text)
         assert value(found, "vllm:num_requests_running", model_name="demo") == 1
