@@ -50,6 +50,9 @@ class LoraChoice:
     """Tiles, warps and grid of one group. A program's share of K is block_k * k_steps."""
 
     block_m: int  # rows of a segment tile
+    # Decode, where rows share an adapter: rows of it that the shrink multiplies at a time, where
+    # there are more than block_m.
+    piece_rows: int
     block_k: int
     k_steps: int
     shrink_warps: int
@@ -67,7 +70,9 @@ class LoraChoice:
     expand_warps: int
     shrink_registers: int | None  # cap per thread; None leaves it to the compiler
     expand_registers: int | None
-    programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
+    # Decode: caps on the two grids; more work than that is walked in turns.
+    shrink_per_sm: int
+    programs_per_sm: int
     pdl: bool
     # Captured steps: priority of the stream on which the shrink runs beside the base multiply, 0 or
     # -1 (first); None: after the multiply, on the same stream.
@@ -174,6 +179,7 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
     few, many = num_tokens <= DECODE_BUCKETS[0], num_tokens > DECODE_BUCKETS[2]
     return LoraChoice(
         block_m=DECODE_ROWS,
+        piece_rows=DECODE_ROWS,
         block_k=1024,
         k_steps=1,
         shrink_warps=4,
@@ -190,6 +196,7 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_registers=80,
         expand_registers=128,
         # As many expand programs as run at once: all of them begin while the multiply ends.
+        shrink_per_sm=16 if many else 4,
         programs_per_sm=16 if many else 4,
         pdl=chip.has_pdl,
         # The multiply of a few rows has thousands of short programs, and behind them a shrink would
@@ -207,6 +214,7 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
     k_steps = max(1, _power(group.d_in // splits) // block_k)
     return LoraChoice(
         block_m=block_m,
+        piece_rows=block_m,
         block_k=block_k,
         k_steps=k_steps,
         shrink_warps=4,
@@ -221,6 +229,7 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         expand_warps=4,
         shrink_registers=None,
         expand_registers=None,
+        shrink_per_sm=32,
         programs_per_sm=32,
         pdl=chip.has_pdl,
         side_priority=None,

@@ -9,13 +9,15 @@ kernel writes them out, in place, as
     tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
                            in y / y_unit, first row, number of rows, first plane row, the module's
                            d_out / y_unit, cells of the first four tiles (-1: none), columns / 16,
-                           0, 0, 0
+                           plane rows of a tile or of a part of one, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
     rows   int32 [tokens]  row numbers sorted by slot
 
-with the tiles of a segment in a row, so entry t of it begins at plane row `first + t * rows`.
+with the tiles of a segment in a row, so entry t of it begins at plane row `first + t * rows`. In
+decode the shrink takes up to `piece_rows` rows of a segment at a time, and the expand `block_m` of
+them.
 Nothing here depends on the layer: the same lists serve all of them.
 """
 
@@ -57,7 +59,7 @@ IntArray = npt.NDArray[np.int32]
 def write_lists_kernel(
     runs_ptr, cells_ptr, source_rows_ptr, source_counts_ptr, tiles_ptr, tasks_ptr, bands_ptr,
     rows_ptr, counts_ptr, num_runs, num_rows, RUN_FIELDS: tl.constexpr, BAND: tl.constexpr,
-    WRITE: tl.constexpr, COPY: tl.constexpr,
+    TASK_M: tl.constexpr, WRITE: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if program >= num_runs:
@@ -84,23 +86,28 @@ def write_lists_kernel(
             tl.store(tile_out + at * 4 + 2, (at % parts) * 65536 + rows, mask=mask)
             tl.store(tile_out + at * 4 + 3, plane + at * rows, mask=mask)
         task_out = tasks_ptr + tl.load(run + 7) * 16
-        num_tasks = tl.load(run + 8)
+        across = tl.load(run + 8)  # tasks side by side, of the same rows
         columns = tl.load(run + 9)
         y_column = tl.load(run + 10)
         d_out = tl.load(run + 11)
-        for i in range(0, num_tasks, WRITE):
+        down = tl.cdiv(rows, TASK_M)
+        for i in range(0, across * down, WRITE):
             at = i + index
-            mask = at < num_tasks
+            mask = at < across * down
             to = task_out + at * 16
+            # The rows of a piece are cut evenly once more.
+            begin = at // across * rows // down
+            end = (at // across + 1) * rows // down
             tl.store(to, at * 0 + first_tile, mask=mask)
             tl.store(to + 1, at * 0 + num_tiles, mask=mask)
-            tl.store(to + 2, at * columns, mask=mask)
+            tl.store(to + 2, at % across * columns, mask=mask)
             tl.store(to + 3, at * 0 + y_column, mask=mask)
-            tl.store(to + 4, at * 0 + start, mask=mask)
-            tl.store(to + 5, at * 0 + rows, mask=mask)
-            tl.store(to + 6, at * 0 + plane, mask=mask)
+            tl.store(to + 4, start + begin, mask=mask)
+            tl.store(to + 5, end - begin, mask=mask)
+            tl.store(to + 6, plane + begin, mask=mask)
             tl.store(to + 7, at * 0 + d_out, mask=mask)
             tl.store(to + 12, at * 0 + columns, mask=mask)
+            tl.store(to + 13, at * 0 + rows, mask=mask)
             for tile in tl.static_range(4):
                 cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
                 tl.store(to + 8 + tile, at * 0 + cell, mask=mask)
@@ -215,16 +222,19 @@ def list_runs(
     first_cell = _before(flat)
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     columns = np.full_like(flat, choice.block_n * choice.n_steps)
+    rows_of = np.repeat(rows, len(modules)).astype(np.int64)
+    down = -(-rows_of // choice.block_m)
     if choice.is_decode:
-        is_row = np.repeat(rows == 1, len(modules))
+        is_row = rows_of == 1
         kinds = range(SIDE_BY_SIDE + 2)
         alone = np.array([choice.columns(shape, count) for count in kinds])
         kind = np.minimum(flat, SIDE_BY_SIDE + 1)
-        columns = _shared_columns(choice, kind, d_out, is_row)
+        columns = _shared_columns(choice, kind, d_out, np.where(is_row, 0, down))
         columns = np.where(is_row, alone[kind], columns)
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
-    num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
-    plane_rows = flat * parts * np.repeat(rows, len(modules))
+    across = -(-d_out // columns)
+    num_tasks = np.where(flat > 0, across * down, 0)
+    plane_rows = flat * parts * rows_of
     seg_tiles = tiles.sum(axis=1)
     seg_bands = -(-seg_tiles // SIDE_BY_SIDE)
     # The first module that a segment has writes the bands of the whole segment.
@@ -237,10 +247,10 @@ def list_runs(
             flat,
             first_cell,
             np.repeat(start, len(modules)),
-            np.repeat(rows, len(modules)),
+            rows_of,
             _before(plane_rows),
             _before(num_tasks),
-            num_tasks,
+            across,
             columns // 16,
             y_column // shape.y_unit,
             d_out // shape.y_unit,
@@ -259,16 +269,17 @@ def _shared_columns(
     choice: LoraChoice,
     kind: npt.NDArray[np.int64],
     d_out: npt.NDArray[np.int64],
-    is_row: npt.NDArray[np.bool_],
+    down: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
     """Columns of a task of each run whose rows share an adapter: as many blocks as leave enough
-    tasks for the chip. `kind`: rank tiles, five for all that are more than four."""
-    live = ~is_row & (kind > 0)
+    tasks for the chip. `kind`: rank tiles, five for all that are more than four; `down`: tasks of
+    the same columns, 0 for rows alone."""
+    down = np.where(kind > 0, down, 0)
     blocks = choice.n_steps
     while True:
         widths = [choice.shared_columns(count, blocks) for count in range(SIDE_BY_SIDE + 2)]
         columns = np.array(widths)[kind]
-        if blocks == 1 or int((-(-d_out // columns))[live].sum()) >= choice.wanted_tasks:
+        if blocks == 1 or int((-(-d_out // columns) * down).sum()) >= choice.wanted_tasks:
             return columns
         blocks //= 2
 
@@ -326,14 +337,14 @@ class WorkLists:
         buffers = (self._tiles, self._tasks, self._bands, self._counts, self.rows, self._planes)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def decode_grid(self, expected: int, choice: LoraChoice) -> int:
+    def decode_grid(self, expected: int, per_sm: int) -> int:
         """Programs of a decode launch that expects so much work.
 
         At least one a multiprocessor, for steps of higher rank than the graph was captured for
-        (an idle program costs 0.6 ns); at most what the choice allows, the rest is walked in turns.
+        (an idle program costs 0.6 ns); at most `per_sm` times as many, the rest is walked in turns.
         """
         sms = self.chip.num_sms
-        return max(sms, min(expected, choice.programs_per_sm * sms))
+        return max(sms, min(expected, per_sm * sms))
 
     def planes(self, num_rows: int, splits: int) -> torch.Tensor:
         """Flat fp32 scratch for `num_rows` x `splits` partial sums of 16 ranks."""
@@ -362,15 +373,16 @@ class WorkLists:
         than records."""
         columns = group.choice.columns(group.shape, tiles)
         tasks = num_tokens * sum(-(-d_out // columns) for d_out in group.shape.d_outs)
-        # Rows that share an adapter take narrower columns: four to an adapter, as many programs as
-        # run at once.
+        # Rows that share an adapter take narrower columns, and their share of K is cut once more:
+        # three to an adapter, as many programs as run at once.
         width = group.choice.shared_columns(tiles, 1)
         shared = sum(-(-d_out // width) for d_out in group.shape.d_outs)
-        shared = min(num_tokens // 4 * shared, 4 * self.chip.num_sms)
+        shared = min(num_tokens // 3 * shared, 4 * self.chip.num_sms)
+        parts = max(num_tokens, num_tokens // 3 * group.choice.row_splits)
         room = self._capacity[group.shape.name]
         return replace(
             group,
-            num_tiles=min(num_tokens * tiles * len(group.shape.d_outs), room.tiles),
+            num_tiles=min(parts * tiles * len(group.shape.d_outs), room.tiles),
             num_tasks=min(max(tasks, shared), room.tasks),
         )
 
@@ -418,13 +430,15 @@ class WorkLists:
         choices = {n: self._choose(s, num_tokens, self.chip) for n, s in self.shapes.items()}
         found = {}
         for name, shape in self.shapes.items():
-            pieces = cut(indptr, slots, choices[name].block_m)
+            pieces = cut(indptr, slots, choices[name].piece_rows)
             found[name] = list_runs(self.table, shape, choices[name], pieces)
         self._grow({n: Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()})
         for name, runs in found.items():
             self.planes(runs.plane_rows, choices[name].splits(self.shapes[name].d_in))
         self._set_groups(choices, found)
-        self._write(found, permutation)
+        # One for all groups: 16 in decode, 64 above.
+        (task_m,) = {choice.block_m for choice in choices.values()}
+        self._write(found, permutation, task_m)
 
     def _set_groups(
         self, choices: Mapping[str, LoraChoice], found: Mapping[str, _GroupRuns]
@@ -452,7 +466,7 @@ class WorkLists:
                 base.tiles + size.tiles, base.tasks + size.tasks, base.bands + size.bands
             )
 
-    def _write(self, found: Mapping[str, _GroupRuns], permutation: IntArray) -> None:
+    def _write(self, found: Mapping[str, _GroupRuns], permutation: IntArray, task_m: int) -> None:
         """One upload, one launch."""
         counts = np.zeros((4, 4), dtype=np.int32)
         cells_before = 0
@@ -478,5 +492,6 @@ class WorkLists:
             source_runs, source_cells, source_rows, source_counts,
             self._tiles, self._tasks, self._bands, self.rows, self._counts,
             len(runs_flat), len(permutation),
-            RUN_FIELDS=RUN_FIELDS, BAND=SIDE_BY_SIDE, WRITE=_WRITE, COPY=_COPY, num_warps=1,
+            RUN_FIELDS=RUN_FIELDS, BAND=SIDE_BY_SIDE, TASK_M=task_m, WRITE=_WRITE, COPY=_COPY,
+            num_warps=1,
         )  # fmt: skip

@@ -53,6 +53,27 @@ def test_a_segment_of_more_rows_than_a_tile_is_cut(fleet: Fleet) -> None:
     check(fleet, [4] * 19 + [7] * 2 + [0], "down", 8, [1])
 
 
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_the_shrink_takes_more_rows_at_a_time_than_the_expand(
+    n_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of up to 32 rows, of which the expand takes 8 to 16: planes are cut within a tile."""
+    decode = lora_choice._decode
+    wide = {"rows_n": 64, "n_steps": n_steps, "row_splits": 2, "piece_rows": 32}
+    monkeypatch.setattr(lora_choice, "_decode", lambda *given: replace(decode(*given), **wide))
+    fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 8 * PAGE_BYTES, torch.float32, seed=4)
+    slots = [7] * 35 + [3] * 17 + [6] * 16 + [5] * 2 + [1]
+    segments = Segments(len(slots), "cpu")
+    segments.build(slots)
+    lists = segments.lists(fleet.table).groups["o"]
+    live = lists.tasks[: lists.num_tasks]
+    # First row, rows, plane rows of a part of a tile: 35 rows are pieces of 17 and 18.
+    cut = {tuple(task[[4, 5, 13]].tolist()) for task in live if int(task[4]) > 35}
+    assert cut == {(36, 8, 17), (44, 9, 17), (53, 9, 18), (62, 9, 18)}
+    assert sorted({int(rows) for rows in live[:, 5]}) == [1, 2, 8, 9, 16]
+    check(fleet, slots, "o", 9, [1])
+
+
 @pytest.mark.parametrize("row_splits", [2, 4])
 def test_shared_rows_in_parts_of_a_share_of_k(
     row_splits: int, monkeypatch: pytest.MonkeyPatch
@@ -152,10 +173,10 @@ def test_a_share_of_k_that_ends_beyond_the_row(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("slots", "group"), [([9, 0], "qkv"), ([9, 9], "down"), ([0, 0], "down")])
-def test_an_expand_never_ends_before_what_it_was_launched_behind(
+def test_no_kernel_ends_before_what_it_was_launched_early_behind(
     fleet: Fleet, slots: list[int], group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slot 9 has q and v alone. What follows an expand waits for it, and for nothing before it."""
+    """Slot 9 has q and v alone. What follows a kernel waits for it, and for nothing before it."""
     waits: list[None] = []
     monkeypatch.setattr(tl.extra.cuda, "gdc_wait", lambda: waits.append(None))
     monkeypatch.setattr(tl.extra.cuda, "gdc_launch_dependents", lambda: None)
@@ -167,8 +188,11 @@ def test_an_expand_never_ends_before_what_it_was_launched_behind(
     assert work.choice.pdl
     weights = fleet.pool.view(-1).view(x.dtype)
     where = (weights, fleet.table, segments.lists(fleet.table), work, 0)
-    planes = sgmv_shrink(x, *where)
+    late = sgmv_shrink(x, *where).nan_to_num(7.0)
     assert not waits, "it is not launched early"
+    planes = sgmv_shrink(x, *where, early=True)
+    assert torch.equal(planes.nan_to_num(7.0), late) and waits
+    waits.clear()
     sgmv_expand(y, planes, *where)
     assert waits
 
@@ -191,9 +215,9 @@ def test_a_capture_launches_the_groups_it_has_work_for(
 
 
 def _counted(kernel: Callable[..., Any], launches: list[str]) -> Callable[..., Any]:
-    def launch(*given: Any) -> Any:
+    def launch(*given: Any, **named: Any) -> Any:
         launches.append(kernel.__name__)
-        return kernel(*given)
+        return kernel(*given, **named)
 
     return launch
 

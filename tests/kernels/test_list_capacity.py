@@ -100,8 +100,10 @@ def test_programs_of_a_captured_step_find_a_record_each(
             lists.expect(rows, kind.rank, kind.groups)
             for group in lists.groups.values():
                 splits = group.choice.splits(group.shape.d_in)
-                tiles = (lists.decode_grid(group.num_tiles * splits, group.choice) - 1) // splits
-                tasks = lists.decode_grid(group.num_tasks, group.choice) - 1
+                tiles = (
+                    lists.decode_grid(group.num_tiles * splits, group.choice.shrink_per_sm) - 1
+                ) // splits
+                tasks = lists.decode_grid(group.num_tasks, group.choice.programs_per_sm) - 1
                 for buffer, region, last in (
                     (lists._tiles, group.tiles, tiles), (lists._tasks, group.tasks, tasks)
                 ):  # fmt: skip

@@ -70,7 +70,8 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     }
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
-        fixed["EVEN_K"] = shape.d_in % choice.span == 0
+        fixed |= {"WIDE_M": choice.piece_rows, "STAGES": choice.shrink_stages}
+        fixed |= {"EVEN_K": shape.d_in % choice.span == 0, "EARLY": choice.pdl}
         return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     signature |= {"bands_ptr": "*i32", "counts_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
@@ -119,6 +120,7 @@ def test_decode_kernels_keep_loads_in_flight(name: str, tokens: int, tmp_path: P
     """Registers for 128 KiB of weights under way on a multiprocessor; at most 16 words spilled."""
     choice = choose(SHAPES[name], tokens, H200)
     kernel, signature, fixed = shrink_arguments(90, name, tokens)
+    fixed["EARLY"] = False
     shrink = compiled_for(
         kernel, signature, fixed, 90, choice.shrink_warps, choice.shrink_stages,
         maxnreg=choice.shrink_registers,
@@ -158,6 +160,41 @@ def test_planes_and_y_are_not_touched_before_the_wait(
     touches = ("ld.global.cg", "st.global", "cp.async")
     assert reached_before_the_wait(ptx, touches) == []
     assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), ("st.global",)) != []
+
+
+@pytest.mark.parametrize("wide", [{}, {"piece_rows": 64}])
+def test_x_is_not_read_before_the_wait(
+    wide: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records, table and weights are, which is what an early start is for."""
+    chosen = with_tuned(choose(SHAPES["qkv"], 16, H200), wide)
+    monkeypatch.setitem(globals(), "choose", lambda *given: chosen)
+    kernel, signature, fixed = shrink_arguments(90, "qkv", 16)
+    ptx = compiled_for(kernel, signature, fixed, 90, 4, 3).asm["ptx"]
+    # No entry, a row alone, shared rows, nothing to do at all.
+    assert ptx.count("griddepcontrol.wait") == 4
+    ends = (" ]", "]", " +", "+")
+    words = ("st.global", *(f"[ {r}{e}" for r in addresses_from(ptx, 0) for e in ends))
+    assert len(words) > 8
+    assert reached_before_the_wait(ptx, words) == []
+    early = reached_before_the_wait(ptx, ("ld.global.v4",))
+    assert len(early) >= 16, "the weights of a row alone"
+    assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), words) != []
+
+
+def addresses_from(ptx: str, parameter: int) -> set[str]:
+    """Registers that are calculated from a pointer argument of the kernel."""
+    (first,) = re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[\w+_param_{parameter}\];", ptx)
+    found, before = {first}, 0
+    while len(found) > before:
+        before = len(found)
+        for line in ptx.splitlines():
+            made = re.match(
+                r"\s*(?:@\S+ )?(?:add|mad|mov|cvta|selp|sub)\S*\s+(%rd\d+), (.*);", line
+            )
+            if made is not None and found & set(re.findall(r"%rd\d+", made[2])):
+                found.add(made[1])
+    return found
 
 
 def reached_before_the_wait(ptx: str, words: tuple[str, ...]) -> list[str]:
@@ -200,5 +237,11 @@ def test_the_list_writer_compiles(sm: int) -> None:
     lists = ("runs", "cells", "source_rows", "source_counts", "tiles", "tasks", "bands", "rows")
     signature = {f"{name}_ptr": "*i32" for name in (*lists, "counts")}
     signature |= {"num_runs": "i32", "num_rows": "i32"}
-    fixed = {"RUN_FIELDS": RUN_FIELDS, "BAND": SIDE_BY_SIDE, "WRITE": 32, "COPY": 1024}
+    fixed = {
+        "RUN_FIELDS": RUN_FIELDS,
+        "BAND": SIDE_BY_SIDE,
+        "TASK_M": 16,
+        "WRITE": 32,
+        "COPY": 1024,
+    }
     assert_fits(write_lists_kernel, signature, fixed, sm, 1)

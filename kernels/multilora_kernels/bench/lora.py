@@ -190,9 +190,8 @@ class LoraCell:
 
             def run(index: int) -> None:
                 turn, layer = divmod(index, fleet.layers)
-                add_lora(
-                    y[index], x[index], fleet.pool, fleet.table, turns[turn], layer, self.group
-                )
+                where = (fleet.pool, fleet.table, turns[turn], layer, self.group)
+                add_lora(y[index], x[index], *where, early=True)
 
             return run
 
@@ -209,7 +208,7 @@ class LoraCell:
         y = torch.zeros(self.rows, sum(s[1] for s in shapes), device=device, dtype=torch.bfloat16)
         segments = Segments(self.rows, device, choose=forced(tuned))
         segments.build([1] * self.rows)
-        add_lora(y, x, fleet.pool, fleet.table, segments, 0, self.group)
+        add_lora(y, x, fleet.pool, fleet.table, segments, 0, self.group, early=True)
 
     def segments(
         self, fleet: DeviceFleet, turn: int, device: torch.device, choice: Choose
@@ -342,7 +341,8 @@ def _step_case(rows: int, groups: tuple[str, ...]) -> Case:
         def run(_: int) -> None:
             for layer in range(LAYERS):
                 for group, x, y in parts:
-                    add_lora(y[layer], x[layer], fleet.pool, fleet.table, segments, layer, group)
+                    where = (fleet.pool, fleet.table, segments, layer, group)
+                    add_lora(y[layer], x[layer], *where, early=True)
 
         return Built(1, {"ours": run})
 
