@@ -15,10 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
+from multilora_kernels.bf16_gemv import bf16_gemv
+from multilora_kernels.decode_attention import decode_key, paged_decode
 from multilora_kernels.kv_pages import FP8, KvLayer
 from multilora_kernels.paged_attention import paged_attention
-from multilora_kernels.paged_decode import decode_key, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_key
+from multilora_kernels.rope_store_kv import rope_store_kv
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
@@ -28,34 +30,40 @@ BF16 = torch.bfloat16
 Q_TOKEN_BYTES = HEADS * HEAD_DIM * 2
 POOL_BYTES = 24 * 2**30  # the largest pool a case may build
 
-DECODE = [(1, 1024), (1, 4096), (16, 1024), (16, 4096), (64, 1024), (64, 4096), (256, 1024)]
-DECODE += [(256, 4096)]
+DECODE = [*product((1, 16, 64, 256), (64, 192, 256, 512, 1024, 4096))]
+DECODE_FP8 = [*product((1, 16, 64, 256), (192, 1024))]
+DECODE_LAYER = [*product((1, 16, 64, 256), (192,))]
 # (sequences, query tokens each, context each)
 PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (4, 512, 4096)]
 
-# (BLOCK_N, num_warps, num_stages, slots). Page ids and then keys are loaded ahead, so three
-# stages hold one tile of keys and values in flight, five hold two. Fewer programs with two tiles
-# each beat more programs with one by 10 % on an H200.
+# Three stages keep two tiles of keys and values in flight. What limits the programs of a
+# multiprocessor is registers (at most `maxnreg` a thread) and shared memory.
+_FIELDS = ("BLOCK_N", "num_warps", "num_stages", "min_split", "slots", "prefetch")
+_BASE: dict[str, int] = {"MAX_SPLITS": 32}
+_LEAN = {**_BASE, "maxnreg": 96}
+_BY_PAGE = {**_BASE, "by_page": 1}
 DECODE_CHOICES = [
-    {
-        "BLOCK_N": block_n,
-        "min_split": min_split,
-        "MAX_SPLITS": 32,
-        "slots": slots,
-        "num_warps": num_warps,
-        "num_stages": num_stages,
-    }
-    for (block_n, num_warps, num_stages, slots), min_split in product(
-        [
-            (128, 4, 3, 264),
-            (128, 4, 5, 264),
-            (64, 8, 5, 264),
-            (64, 4, 5, 264),
-            (32, 4, 5, 264),
-            (32, 4, 5, 396),
-        ],
-        [128, 256],
-    )
+    {**dict(zip(_FIELDS, choice, strict=True)), **more}
+    for *choice, more in [
+        (32, 4, 3, 128, 264, 1, _LEAN),
+        (32, 4, 3, 256, 264, 0, _LEAN),
+        (32, 4, 3, 256, 264, 1, _LEAN),
+        (32, 4, 3, 256, 264, 1, {**_LEAN, "early": 0}),
+        (32, 4, 3, 256, 528, 1, _LEAN),
+        (32, 4, 2, 256, 528, 1, _LEAN),
+        (32, 4, 4, 256, 264, 1, _BASE),
+        (64, 4, 2, 256, 264, 1, _BASE),
+        (64, 4, 3, 256, 264, 1, _BASE),
+        (32, 2, 3, 256, 264, 1, _BASE),
+        (64, 4, 3, 128, 264, 1, _BY_PAGE),
+        (64, 4, 3, 256, 264, 0, _BY_PAGE),
+        (64, 4, 3, 256, 264, 1, _BY_PAGE),
+        (64, 4, 3, 512, 264, 1, _BY_PAGE),
+        (64, 4, 2, 256, 264, 1, {**_BY_PAGE, "maxnreg": 168}),
+        (32, 2, 3, 256, 264, 1, _BY_PAGE),
+        (32, 2, 4, 256, 264, 1, _BY_PAGE),
+        (32, 2, 3, 256, 528, 1, {**_BY_PAGE, "maxnreg": 168}),
+    ]
 ]
 PREFILL_CHOICES = [
     dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), choice, strict=True))
@@ -190,6 +198,66 @@ def _decode_case(sequences: int, context: int, kv_dtype: torch.dtype) -> Case:
         flops=4.0 * sequences * context * HEADS * HEAD_DIM,
         tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, kv_dtype.itemsize),
         choices=DECODE_CHOICES,
+        compile=_compile_decode(kv_dtype),
+    )
+
+
+def _compile_decode(kv_dtype: torch.dtype) -> Callable[[torch.device, Mapping[str, Any]], None]:
+    def compile_one(device: torch.device, choice: Mapping[str, Any]) -> None:
+        inputs = _inputs(1, 1, PAGE_TOKENS, device, kv_dtype)
+        out = torch.empty_like(inputs.q)
+        paged_decode(inputs.q, inputs.kv(0), inputs.batch, SCALE, None, out, dict(choice) or None)
+
+    return compile_one
+
+
+def _decode_layer_case(sequences: int, context: int) -> Case:
+    """Rotation, decode, and the multiply behind it, as a layer runs them: early launches overlap.
+
+    "without attention" leaves it out, the multiply then takes the queries.
+    """
+    hidden = HEADS * HEAD_DIM
+    work = sequences * context * _kv_bytes(BF16) + 2 * hidden * hidden
+
+    def build(device: torch.device) -> Built:
+        inputs = _inputs(sequences, 1, context, device, BF16)
+        sets = max(8, min(sets_needed(work), 64))
+        weights = torch.randn(8, hidden, hidden, device=device, dtype=BF16) / 64
+        packed = torch.randn(sequences, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(BF16)
+        last = inputs.batch.page_table[:, (context - 1) // PAGE_TOKENS].long() * PAGE_TOKENS
+        slots = last + (context - 1) % PAGE_TOKENS
+        angles = torch.zeros(sequences, 1, HEAD_DIM // 2, device=device)
+        tables = (angles + 1, angles)
+
+        def bind(attend: Callable[[torch.Tensor, KvLayer], torch.Tensor]) -> Run:
+            def run(index: int) -> object:
+                kv = inputs.kv(index)
+                q = rope_store_kv(packed, tables, kv, slots)
+                return bf16_gemv(attend(q, kv).view(sequences, hidden), weights[index % 8])
+
+            return run
+
+        def ours(q: torch.Tensor, kv: KvLayer) -> torch.Tensor:
+            return paged_attention(q, kv, inputs.batch, SCALE)
+
+        def with_choice(choice: Mapping[str, Any]) -> Run:
+            def attend(q: torch.Tensor, kv: KvLayer) -> torch.Tensor:
+                out = torch.empty_like(q)
+                paged_decode(q, kv, inputs.batch, SCALE, None, out, dict(choice))
+                return out
+
+            return bind(attend)
+
+        variants = {"ours": bind(ours), "without attention": bind(lambda q, kv: q)}
+        return Built(sets, variants, with_choice)
+
+    return Case(
+        "decode_layer",
+        _shape(BF16, B=sequences, S=context, Hq=HEADS, Hkv=KV_HEADS, D=HEAD_DIM),
+        work,
+        build,
+        tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, 2),
+        choices=DECODE_CHOICES,  # compiled with those of decode alone
     )
 
 
@@ -220,7 +288,8 @@ def cases() -> list[Case]:
     """Decode over batch and context, prefill with and without a cached prefix."""
     return [
         *(_decode_case(*shape, BF16) for shape in DECODE),
+        *(_decode_layer_case(*shape) for shape in DECODE_LAYER),
         *(_prefill_case(*shape, BF16) for shape in PREFILL),
-        *(_decode_case(*shape, FP8) for shape in DECODE),
+        *(_decode_case(*shape, FP8) for shape in DECODE_FP8),
         *(_prefill_case(*shape, FP8) for shape in PREFILL),
     ]

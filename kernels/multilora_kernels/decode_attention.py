@@ -1,0 +1,629 @@
+"""Decode: one query token per sequence against its pages, the context cut into splits.
+
+    out[i] = softmax(scale * q[i] . K_i[lo:n]) V_i[lo:n]    n = seq_lens[i], lo = max(0, n - window)
+
+q, out [B, Hq, D] (bf16, fp16, fp32), pages and page table as in `paged_attention`; out is written
+in place. A program handles the query heads of one KV head of one sequence, over some consecutive
+splits of its context. Where the splits lie depends on the sequence's own length only. How many of
+them a program takes depends on all lengths, read on the device, so that the launch makes about one
+wave of programs; a sequence whose splits went to several programs leaves partial results, which
+the program that arrives last adds up.
+
+A row's bits depend on neither: splits are always added from the first to the last, and the running
+maximum is rounded up to an integer power of two, so that rescaling is exact and it does not matter
+where it happens. The grid depends on shapes alone: a captured graph replays for any lengths.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from multilora_kernels.attention_batch import AttentionBatch
+from multilora_kernels.kv_pages import (
+    KvLayer,
+    compute_type,
+    gather_kv,
+    query_as,
+    widen_kv,
+)
+from multilora_kernels.launch import Chip, chip_for, chip_of, next_power_of_2, tuned_table
+from multilora_kernels.layout import TOKENS_PER_PAGE
+
+# Rows times KV heads that one launch may have; the arrival counters are allocated once.
+MAX_COUNTERS = 1 << 18
+
+
+@triton.jit
+def _page_ids(table_ptr, start, end, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the tile [start, start + BLOCK_N); entries past the context are not read."""
+    first = start // TOKENS + tl.arange(0, BLOCK_N // TOKENS)
+    return tl.load(table_ptr + first, mask=first * TOKENS < end, other=0)
+
+
+@triton.jit
+def _attend_tile(
+    q,
+    acc,
+    sums,
+    top,
+    head_ptr,
+    pages,
+    start,
+    end,
+    low,
+    page_elements,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """One tile of keys [start, start + BLOCK_N) into the running softmax."""
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, BLOCK_N)
+    n = start + i
+    seen = n < end
+    if WINDOWED:
+        seen &= n >= low
+    # One id for each page and one address for each page and thread, not one for each token.
+    ids = tl.broadcast_to(pages[:, None], (BLOCK_N // TOKENS, TOKENS)).reshape((BLOCK_N,))
+    at = (ids.to(tl.int64) * page_elements + (i % TOKENS) * HEAD_DIM)[:, None] + d[None, :]
+    # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
+    mask = seen[:, None] & (d < HEAD_DIM)[None, :]
+    k = tl.load(head_ptr + at, mask=mask, other=0.0)
+    v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
+    score = tl.dot(q, tl.trans(widen_kv(k, COMPUTE)), input_precision="ieee") * scale_log2
+    score = tl.where(seen[None, :], score, float("-inf"))
+    # An integer: exp2 of a difference of two is exact, and so is every product with it.
+    new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
+    p = tl.exp2(score - new_top[:, None])
+    shrink = tl.exp2(top - new_top)[:, None]
+    acc = tl.dot(p.to(COMPUTE), widen_kv(v, COMPUTE), acc * shrink, input_precision="ieee")
+    # Added up over the tile's columns at the end of a split: no exchange between warps here.
+    return acc, sums * shrink + p, new_top
+
+
+@triton.jit
+def _attend_pages(
+    q,
+    acc,
+    sums,
+    top,
+    head_ptr,
+    pages,
+    start,
+    end,
+    low,
+    page_elements,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """The same, a page to each warp, which keeps a running softmax of its own: no exchange."""
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, TOKENS)
+    n = start + tl.arange(0, BLOCK_N // TOKENS)[:, None] * TOKENS + i[None, :]
+    seen = n < end
+    if WINDOWED:
+        seen &= n >= low
+    at = (pages.to(tl.int64) * page_elements)[:, None, None] + (i * HEAD_DIM)[None, :, None]
+    at += d[None, None, :]
+    # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
+    mask = seen[:, :, None] & (d < HEAD_DIM)[None, None, :]
+    k = tl.load(head_ptr + at, mask=mask, other=0.0)
+    v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
+    k = tl.trans(widen_kv(k, COMPUTE), 0, 2, 1)
+    score = tl.dot(q, k, input_precision="ieee") * scale_log2
+    score = tl.where(seen[:, None, :], score, float("-inf"))
+    # An integer: exp2 of a difference of two is exact, and so is every product with it.
+    new_top = tl.maximum(top, tl.ceil(tl.max(score, 2)))
+    p = tl.exp2(score - new_top[:, :, None])
+    shrink = tl.exp2(top - new_top)[:, :, None]
+    acc = tl.dot(p.to(COMPUTE), widen_kv(v, COMPUTE), acc * shrink, input_precision="ieee")
+    return acc, sums * shrink + p, new_top
+
+
+@triton.jit
+def _sum_warps(x, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [W, ROWS, COLUMNS] summed over its first dimension, in halves: one exchange, few steps."""
+    if W == 1:
+        return x.reshape((ROWS, COLUMNS))
+    else:
+        pairs = tl.permute(x, (1, 2, 0)).reshape((ROWS, COLUMNS, W // 2, 2))
+        even, odd = tl.split(pairs)
+        halves = even + odd
+        if W == 2:
+            return halves.reshape((ROWS, COLUMNS))
+        elif W == 4:
+            first, second = tl.split(halves)
+            return first + second
+        else:
+            tl.static_assert(W == 8)
+            first, second = tl.split(halves.reshape((ROWS, COLUMNS, 2, 2)))
+            first, second = tl.split(first + second)
+            return first + second
+
+
+@triton.jit
+def _merge(acc, sums, top, ROWS: tl.constexpr, BY_PAGE: tl.constexpr):
+    """The running softmax of all warps, and of the first ROWS rows: (acc, total, top)."""
+    if BY_PAGE:
+        W: tl.constexpr = acc.shape[0]
+        BLOCK_G: tl.constexpr = acc.shape[1]
+        BLOCK_D: tl.constexpr = acc.shape[2]
+        best = tl.max(top, 0)
+        factor = tl.exp2(top - best[None, :])
+        acc = acc * factor[:, :, None]
+        total = tl.sum(tl.sum(sums, 2) * factor, 0)
+        if ROWS < BLOCK_G:  # rows beyond the group fill up the tensor core's 16 and mean nothing
+            tl.static_assert(2 * ROWS == BLOCK_G)
+            acc, _ = tl.split(tl.permute(acc.reshape((W, 2, ROWS, BLOCK_D)), (0, 2, 3, 1)))
+            total, _ = tl.split(tl.permute(total.reshape((2, ROWS)), (1, 0)))
+            best, _ = tl.split(tl.permute(best.reshape((2, ROWS)), (1, 0)))
+        return _sum_warps(acc, W, ROWS, BLOCK_D), total, best
+    else:
+        return acc, tl.sum(sums, 1), top
+
+
+@triton.jit
+def _cut(tokens, min_split, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Tokens of a split, and splits: a function of the row's length alone."""
+    share = tl.cdiv(tl.cdiv(tokens, MAX_SPLITS), BLOCK_N) * BLOCK_N
+    split_tokens = tl.maximum(share, min_split)
+    return split_tokens, tl.maximum(tl.cdiv(tokens, split_tokens), 1)
+
+
+@triton.jit
+def _span(length, window, TOKENS: tl.constexpr, WINDOWED: tl.constexpr):
+    """First token that the row sees, and the start of its page."""
+    low = length * 0
+    if WINDOWED:
+        low = tl.maximum(length - window, 0)
+    return low, low // TOKENS * TOKENS
+
+
+@triton.jit
+def _fold(acc, total, top, part, part_total, part_top):
+    """Add a later split to the running result; exact but for the two additions."""
+    new_top = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
+    acc = acc * old[:, None] + part * new[:, None]
+    return acc, total * old + part_total * new, new_top
+
+
+@triton.jit
+def _inverse(total):
+    """1 / total; an empty row (a padding row of a captured graph) has total 0 and gives zeros."""
+    return 1.0 / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    partial_ptr,
+    state_ptr,
+    num_splits,
+    BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Fold the stored splits of a row and KV head."""
+    g = tl.arange(0, BLOCK_C)
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_C], tl.float32)
+    top = tl.full([BLOCK_C], -1.0e30, tl.float32)
+    for chunk in range(0, num_splits, 8):
+        for ahead in tl.static_range(8):  # unrolled: eight splits' loads are in flight together
+            split = chunk + ahead
+            used = (g < GROUP) & (split < num_splits)
+            at = split * GROUP + g
+            mask = used[:, None] & (d < HEAD_DIM)[None, :]
+            # .cg: written by other multiprocessors, so never from this one's L1.
+            part = tl.load(
+                partial_ptr + at[:, None] * HEAD_DIM + d[None, :],
+                mask=mask,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            part_top = tl.load(state_ptr + at, mask=used, other=-1.0e30, cache_modifier=".cg")
+            part_total = tl.load(
+                state_ptr + MAX_SPLITS * GROUP + at, mask=used, other=0.0, cache_modifier=".cg"
+            )
+            acc, total, top = _fold(acc, total, top, part, part_total, part_top)
+    result = acc * _inverse(total)[:, None]
+    at_out = g[:, None] * HEAD_DIM + d[None, :]
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _program_tokens(
+    seq_lens_ptr,
+    window,
+    rows,
+    sharers,
+    TOKENS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Tokens that every row sees, and those of a program where `sharers` divide all of them."""
+    row = tl.arange(0, BLOCK_B)
+    length = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
+    _, first = _span(length, window, TOKENS, WINDOWED)
+    tokens = length - first
+    total = tl.minimum(tl.sum(tokens.to(tl.int64), 0), 2**31 - 2**20).to(tl.int32)
+    return tokens, tl.cdiv(total, sharers)
+
+
+@triton.jit
+def _lanes(num_splits, split_tokens, wanted):
+    """Programs that share a row's splits. Over all rows: fewer than `sharers` beyond the first."""
+    return tl.cdiv(num_splits, tl.maximum(tl.cdiv(wanted, split_tokens), 1))
+
+
+@triton.jit
+def _further_program(
+    place,
+    seq_lens_ptr,
+    window,
+    rows,
+    sharers,
+    min_split,
+    TOKENS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Row and lane of program `place` beyond the first of each row; BLOCK_B where none is left."""
+    tokens, wanted = _program_tokens(seq_lens_ptr, window, rows, sharers, TOKENS, BLOCK_B, WINDOWED)
+    split_tokens, num_splits = _cut(tokens, min_split, MAX_SPLITS, BLOCK_N)
+    more = _lanes(num_splits, split_tokens, wanted) - 1
+    passed = tl.cumsum(more, 0) <= place
+    row = tl.sum(passed.to(tl.int32), 0)
+    return row, 1 + place - tl.sum(tl.where(passed, more, 0), 0)
+
+
+@triton.jit
+def _shares(
+    tokens,
+    seq_lens_ptr,
+    window,
+    rows,
+    sharers,
+    min_split,
+    TOKENS: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """Of a row that sees `tokens`: tokens of a split, splits, lanes, splits of a lane."""
+    split_tokens, num_splits, lanes, per_lane = min_split, 1, 1, 1
+    if tokens > min_split:  # a shorter row needs to know nothing of the others
+        split_tokens, num_splits = _cut(tokens, min_split, MAX_SPLITS, BLOCK_N)
+        _, wanted = _program_tokens(seq_lens_ptr, window, rows, sharers, TOKENS, BLOCK_B, WINDOWED)
+        lanes = _lanes(num_splits, split_tokens, wanted)
+        per_lane = tl.cdiv(num_splits, lanes)
+    return split_tokens, num_splits, lanes, per_lane
+
+
+@triton.jit
+def _start_next(PDL: tl.constexpr, EARLY: tl.constexpr):
+    """Wait for the kernel before this one, and let the one after it start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _last_to_arrive(arrived_ptr, lanes):
+    """Whether all programs of a row have stored their splits; its counter is zero again then."""
+    tl.debug_barrier()  # every thread's stores before the one thread's release
+    last = True
+    if lanes > 1:
+        last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == lanes - 1
+        if last:
+            tl.store(arrived_ptr, 0)  # ready for the next launch
+    return last
+
+
+@triton.jit
+def _empty(
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BY_PAGE: tl.constexpr,
+):
+    """A running softmax that has seen nothing: (acc, sums by column, top)."""
+    if BY_PAGE:
+        W: tl.constexpr = BLOCK_N // TOKENS
+        acc = tl.zeros([W, BLOCK_G, BLOCK_D], tl.float32)
+        sums = tl.zeros([W, BLOCK_G, TOKENS], tl.float32)
+        return acc, sums, tl.full([W, BLOCK_G], -1.0e30, tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        sums = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+        return acc, sums, tl.full([BLOCK_G], -1.0e30, tl.float32)
+
+
+@triton.jit
+def _prefetch(
+    head_ptr,
+    table_ptr,
+    begin,
+    end,
+    page_elements,
+    PIECES: tl.constexpr,
+    BYTES: tl.constexpr,
+    VALUES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Ask the L2 for the first PIECES / 2 pages of [begin, end): one K or V of a page a thread."""
+    thread = tl.arange(0, PIECES)
+    i = thread % 32 * (PIECES // 32) + thread // 32  # the warps share them: one thread a request
+    number = begin // TOKENS + i // 2
+    used = number * TOKENS < end
+    page = tl.load(table_ptr + number, mask=used, other=0).to(tl.int64)
+    address = (head_ptr + page * page_elements + (i % 2) * VALUES).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred used; setp.ne.s32 used, $2, 0;"
+        f" @used cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0; }}",
+        "=r,l,r",
+        [address, used.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _store_part(
+    part_ptr,
+    state_ptr,
+    split,
+    part,
+    total,
+    top,
+    GROUP: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """Leave a split's sums for the program that arrives last."""
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    at = split * GROUP + g
+    mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(part_ptr + at[:, None] * HEAD_DIM + d[None, :], part, mask=mask)
+    tl.store(state_ptr + at, top, mask=g < GROUP)
+    tl.store(state_ptr + MAX_SPLITS * GROUP + at, total, mask=g < GROUP)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["stride_table", "window", "rows", "sharers", "min_split"])
+def decode_kernel(
+    q_ptr, pages_ptr, out_ptr, partial_ptr, state_ptr, arrived_ptr, seq_lens_ptr, page_table_ptr,
+    stride_qt, stride_table, page_elements, layer_start, scale_log2, window,
+    rows, sharers, min_split,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr, COMPUTE: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, BY_PAGE: tl.constexpr,
+):
+    VALUES: tl.constexpr = NUM_KV_HEADS * TOKENS * HEAD_DIM
+    head = tl.program_id(0) % NUM_KV_HEADS
+    row, lane = tl.program_id(0) // NUM_KV_HEADS, 0
+    if row >= rows:  # behind the first programs of all rows come those that share the long ones
+        row, lane = _further_program(
+            row - rows, seq_lens_ptr, window, rows, sharers, min_split,
+            TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
+        )
+    if row < rows:
+        length = tl.load(seq_lens_ptr + row)
+        low, first = _span(length, window, TOKENS, WINDOWED)
+        split_tokens, num_splits, lanes, per_lane = _shares(
+            length - first, seq_lens_ptr, window, rows, sharers, min_split,
+            TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
+        )
+        split = lane * per_lane
+        begin = first + split * split_tokens
+        end = tl.minimum(begin + per_lane * split_tokens, length)
+
+        wide_row = row.to(tl.int64)
+        table_ptr = page_table_ptr + wide_row * stride_table
+        head_ptr = pages_ptr + layer_start + head * (TOKENS * HEAD_DIM)
+        if PREFETCH:
+            _prefetch(
+                head_ptr, table_ptr, begin, end, page_elements, PREFETCH,
+                TOKENS * HEAD_DIM * pages_ptr.dtype.element_ty.primitive_bitwidth // 8,
+                VALUES, TOKENS,
+            )
+        pages = _page_ids(table_ptr, begin, end, TOKENS, BLOCK_N)
+        _start_next(PDL, EARLY)
+
+        g = tl.arange(0, BLOCK_G)[:, None]
+        d = tl.arange(0, BLOCK_D)[None, :]
+        in_head, q_mask = g * HEAD_DIM + d, (g < GROUP) & (d < HEAD_DIM)
+        ROWS: tl.constexpr = 8 if BY_PAGE and GROUP <= 8 else BLOCK_G
+        r = tl.arange(0, ROWS)[:, None]
+        in_part, part_mask = r * HEAD_DIM + d, (r < GROUP) & (d < HEAD_DIM)
+        row_head = wide_row * NUM_KV_HEADS + head
+        part_ptr = partial_ptr + row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
+        head_state_ptr = state_ptr + row_head * (2 * MAX_SPLITS * GROUP)
+        head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
+        q_at = q_ptr + wide_row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
+        q = query_as(tl.load(q_at, mask=q_mask, other=0.0), COMPUTE)
+        if BY_PAGE:
+            q = tl.broadcast_to(q[None, :, :], (BLOCK_N // TOKENS, BLOCK_G, BLOCK_D))
+        acc, sums, top = _empty(BLOCK_G, BLOCK_D, BLOCK_N, TOKENS, BY_PAGE)
+        split_end = begin + split_tokens
+        # One loop over the tiles of all its splits: loads run ahead across the end of a split. An
+        # empty row (a padding row of a captured graph) takes one turn that sees nothing.
+        for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
+            tile_pages = pages
+            pages = _page_ids(table_ptr, start + BLOCK_N, end, TOKENS, BLOCK_N)
+            attend: tl.constexpr = _attend_pages if BY_PAGE else _attend_tile
+            acc, sums, top = attend(
+                q, acc, sums, top, head_ptr, tile_pages, start, end, low, page_elements,
+                scale_log2, HEAD_DIM, BLOCK_D, VALUES, TOKENS, BLOCK_N, WINDOWED, COMPUTE,
+            )
+            if start + BLOCK_N >= tl.minimum(split_end, end):
+                part, total, part_top = _merge(acc, sums, top, ROWS, BY_PAGE)
+                if num_splits == 1:
+                    result = (part * _inverse(total)[:, None]).to(out_ptr.dtype.element_ty)
+                    tl.store(head_out_ptr + in_part, result, mask=part_mask)
+                else:
+                    _store_part(
+                        part_ptr, head_state_ptr, split, part, total, part_top,
+                        GROUP, ROWS, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+                    )
+                acc, sums, top = _empty(BLOCK_G, BLOCK_D, BLOCK_N, TOKENS, BY_PAGE)
+                split += 1
+                split_end += split_tokens
+
+        last = False
+        if num_splits > 1:
+            last = _last_to_arrive(arrived_ptr + row_head, lanes)
+        if last:
+            _combine(
+                head_out_ptr, part_ptr, head_state_ptr, num_splits,
+                BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+            )
+    else:
+        _start_next(PDL, EARLY)
+# fmt: on
+
+
+def decode_key(head_dim: int, group: int, itemsize: int) -> str:
+    """Key of a tuned decode choice."""
+    return f"d{head_dim}_g{group}_b{itemsize}"
+
+
+def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[str, int]:
+    """Tiles and splits; never a function of the batch, or a row's bits would depend on it."""
+    tuned = tuned_table(chip, "paged_decode").get(decode_key(head_dim, group, itemsize))
+    if tuned is not None:
+        return dict(tuned)
+    token_bytes = 2 * next_power_of_2(head_dim) * itemsize
+    # Two tiles of K and V in flight (five stages: page ids are loaded ahead of them) take 2.4 to
+    # 2.8 tiles of shared memory; two programs to a multiprocessor hide each other's latency.
+    fits = int(chip.shared_bytes / (2 * 2.9 * token_bytes))
+    block_n = max(16, min(64, 1 << max(0, fits.bit_length() - 1)))
+    programs = int(chip.shared_bytes / (2.9 * block_n * token_bytes))
+    return {
+        "BLOCK_N": block_n,
+        "min_split": 128,
+        "MAX_SPLITS": 32,
+        "slots": max(1, min(3, programs)) * chip.num_sms,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+
+
+@lru_cache(maxsize=16)
+def _counters(device: torch.device) -> torch.Tensor:
+    """Arrival counters, zero between launches; one launch at a time per device uses them."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), (
+        "call paged_attention once before capturing it in a graph"
+    )
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    kv: KvLayer,
+    batch: AttentionBatch,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+    choice: dict[str, Any] | None = None,
+) -> None:
+    """Attention of the first `batch.num_decodes` rows of q [T, Hq, D], written to out in place."""
+    rows, heads, head_dim = batch.num_decodes, q.shape[1], q.shape[2]
+    group = heads // kv.num_kv_heads
+    assert rows * kv.num_kv_heads <= MAX_COUNTERS and out.is_contiguous()
+    if choice is None:
+        chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
+        choice = decode_choice(chip, head_dim, group, kv.dtype.itemsize)
+    choice = dict(choice)
+    pdl = chip_for(q.device).has_pdl
+    min_split, max_splits = choice.pop("min_split"), choice["MAX_SPLITS"]
+    # Programs beside the first of each row and head, which share the rows of several splits.
+    sharers = max(1, choice.pop("slots") // kv.num_kv_heads)
+    prefetch = choice.pop("prefetch", 0) if pdl else 0
+    assert min_split % choice["BLOCK_N"] == 0, "a split is whole tiles"
+    shape = (rows, kv.num_kv_heads, max_splits, group)
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
+    state = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
+    decode_kernel[((rows + sharers) * kv.num_kv_heads,)](
+        q,
+        kv.elements,
+        out,
+        partial,
+        state,
+        _counters(q.device),
+        batch.seq_lens,
+        batch.page_table,
+        q.stride(0),
+        batch.page_table.stride(0),
+        kv.page_elements,
+        kv.start,
+        scale * 1.4426950408889634,
+        sliding_window or 0,
+        rows,
+        sharers,
+        min_split,
+        NUM_KV_HEADS=kv.num_kv_heads,
+        GROUP=group,
+        BLOCK_B=max(256, next_power_of_2(rows)),
+        BLOCK_C=next_power_of_2(group),
+        BLOCK_G=max(16, next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim),
+        TOKENS=TOKENS_PER_PAGE,
+        WINDOWED=sliding_window is not None,
+        COMPUTE=compute_type(q.dtype, kv.dtype),
+        PREFETCH=prefetch * 32 * choice["num_warps"],
+        PDL=pdl,
+        EARLY=bool(choice.pop("early", 1)),
+        BY_PAGE=bool(choice.pop("by_page", 0)),
+        launch_pdl=pdl,
+        **choice,
+    )
+
+
+def decode_ref(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """One query token each for B sequences of one length: q [B, Hq, D] -> [B, Hq, D]."""
+    first = 0 if sliding_window is None else max(0, seq_len - sliding_window)
+    keys, values = gather_kv(pages, table, first, seq_len, q.dtype)
+    # The query heads of one KV head see the same keys, so they can stand where query tokens do.
+    grouped = q.unflatten(1, (keys.shape[1], -1))
+    out = F.scaled_dot_product_attention(grouped, keys, values, scale=scale)
+    return out.flatten(1, 2)
