@@ -39,7 +39,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--variant", action="append", help="only these variants, as 'ours'")
     parser.add_argument("--tune", action="store_true", help="search launch choices and store them")
     parser.add_argument(
-        "--jobs", type=int, default=1, help="compile in so many processes first (LoRA, decode attention)"
+        "--jobs",
+        type=int,
+        default=1,
+        help="compile in so many processes first (LoRA, decode attention)",
     )
     parser.add_argument("--tuned", type=Path, default=TUNED, help="folder of the tuned tables")
     parser.add_argument("--chip", choices=sorted(STAND_INS), help="choose launches for this card")
