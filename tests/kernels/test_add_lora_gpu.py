@@ -68,6 +68,8 @@ FORMS: dict[str, dict[str, object]] = {
     "two blocks": {"n_steps": 2, "rows_n": 128},
     "one block": {"n_steps": 1, "rows_n": 256},
     "eight blocks": {"n_steps": 8, "rows_n": 128},
+    "pieces of 64 rows": {"piece_rows": 64},
+    "pieces of 32, one block": {"piece_rows": 32, "n_steps": 1, "row_splits": 1},
 }
 
 
@@ -164,8 +166,11 @@ def test_a_captured_graph_follows_every_build(real: Fleet) -> None:
             assert torch.equal(static, expected), popularity
 
 
+@pytest.mark.parametrize("form", ["beside", "early"])
 @pytest.mark.parametrize("rows", [1, 16, 200])
-def test_a_shrink_beside_its_multiply_changes_no_bit(real: Fleet, rows: int) -> None:
+def test_a_shrink_beside_its_multiply_or_started_early_changes_no_bit(
+    real: Fleet, rows: int, form: str
+) -> None:
     """A captured chain of multiplies, each fed by the one before, as a decoder layer is: replayed
     again and again it gives the bits of one stream, whatever the adapters."""
     segments = Segments(rows, "cuda")
@@ -180,37 +185,37 @@ def test_a_shrink_beside_its_multiply_changes_no_bit(real: Fleet, rows: int) -> 
         weights[group], biases[group] = random(d_out, d_in) / d_in**0.5, random(d_out)
     first = random(rows, 4096)
 
-    def chain(side: SideStream | None) -> torch.Tensor:
+    def chain(form: str) -> torch.Tensor:
         x = first
         for _ in range(3):
             for group, weight in weights.items():
-                y = run_one(x, weight, group, side)
+                y = run_one(x, weight, group, form)
                 # To the width of the next group's input, by kernels that start early too.
                 wide = weights["o" if group == "qkv" else "down" if group == "gate_up" else "qkv"]
                 x = rms_norm(y[:, : wide.shape[1]], biases["gate_up"][: wide.shape[1]], 1e-5)
         return x
 
-    def run_one(
-        x: torch.Tensor, weight: torch.Tensor, group: str, side: SideStream | None
-    ) -> torch.Tensor:
+    side = SideStream(torch.device("cuda"))
+
+    def run_one(x: torch.Tensor, weight: torch.Tensor, group: str, form: str) -> torch.Tensor:
         where = (real.pool, real.table, segments, 0, group)
-        if side is not None:
+        if form == "beside":
             return multiply_add_lora(lambda: bf16_gemv(x, weight), x, *where, side)
         y = bf16_gemv(x, weight)
-        add_lora(y, x, *where)
+        add_lora(y, x, *where, early=form == "early")
         return y
 
     segments.prepare_capture(real.table, rows, 64)
-    side = SideStream(torch.device("cuda"))
-    chain(side)
+    torch.cuda.synchronize()
+    chain(form)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = chain(side)
+        result = chain(form)
     fleets = [spread(popularity, rows, len(real.weights)) for popularity in POPULARITIES]
     # Where no row's adapter has a group's modules, its expand does nothing but wait.
     for slots in (*fleets, [len(real.weights)] * rows, [0] * rows):
         segments.build(slots)
-        expected = chain(None)
+        expected = chain("one stream")
         for _ in range(10):
             graph.replay()
             assert torch.equal(result, expected), slots
