@@ -189,8 +189,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     lines.append("")
     for r in (r for r in records if r["kind"] == "start"):
         phases = ", ".join(f"{name} {r[name]:.1f}" for name in _PHASES if name in r)
+        files = f", {r['files']} (`{r['command']}`, {r['commit']})" if "files" in r else ""
         lines.append(
-            f"- Start with {r['cache']} kernel cache, process to first token"
+            f"- Start with {r['cache']} kernel cache{files}, process to first token"
             f" {r['since_process_start_s']:.1f} s: {phases}."
         )
     for r in (r for r in records if r["kind"] in ("loads", "dora")):
