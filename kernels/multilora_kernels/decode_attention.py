@@ -136,6 +136,78 @@ def _attend_pages(
 
 
 @triton.jit
+def _attend_turned(
+    q,
+    acc,
+    sums,
+    top,
+    head_ptr,
+    pages,
+    start,
+    end,
+    low,
+    page_elements,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    VALUES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """The same with queries as columns, 8 of them where 16 rows would be; V is read turned."""
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, TOKENS)
+    n = start + tl.arange(0, BLOCK_N // TOKENS)[:, None] * TOKENS + i[None, :]
+    seen = n < end
+    if WINDOWED:
+        seen &= n >= low
+    page = (pages.to(tl.int64) * page_elements)[:, None, None]
+    # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
+    k_at = page + (i * HEAD_DIM)[None, :, None] + d[None, None, :]
+    k_mask = seen[:, :, None] & (d < HEAD_DIM)[None, None, :]
+    k = tl.load(head_ptr + k_at, mask=k_mask, other=0.0)
+    v_at = page + d[None, :, None] + (i * HEAD_DIM)[None, None, :]
+    v_mask = seen[:, None, :] & (d < HEAD_DIM)[None, :, None]
+    v = tl.load(head_ptr + VALUES + v_at, mask=v_mask, other=0.0)
+    score = tl.dot(widen_kv(k, COMPUTE), q, input_precision="ieee") * scale_log2
+    score = tl.where(seen[:, :, None], score, float("-inf"))
+    # An integer: exp2 of a difference of two is exact, and so is every product with it.
+    new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
+    p = tl.exp2(score - new_top[:, None, :])
+    shrink = tl.exp2(top - new_top)[:, None, :]
+    acc = tl.dot(widen_kv(v, COMPUTE), p.to(COMPUTE), acc * shrink, input_precision="ieee")
+    return acc, sums * shrink + p, new_top
+
+
+@triton.jit
+def _attend(
+    q, acc, sums, top, head_ptr, pages, start, end, low, page_elements, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, COMPUTE: tl.constexpr, BY_PAGE: tl.constexpr,
+):  # fmt: skip
+    attend: tl.constexpr = (
+        _attend_turned if BY_PAGE == 2 else _attend_pages if BY_PAGE else _attend_tile
+    )
+    return attend(
+        q, acc, sums, top, head_ptr, pages, start, end, low, page_elements, scale_log2,
+        HEAD_DIM, BLOCK_D, VALUES, TOKENS, BLOCK_N, WINDOWED, COMPUTE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _for_warps(q, W: tl.constexpr, BY_PAGE: tl.constexpr):
+    """Queries [G, D] as every warp multiplies them."""
+    if BY_PAGE == 2:
+        return tl.broadcast_to(tl.trans(q)[None, :, :], (W, q.shape[1], q.shape[0]))
+    elif BY_PAGE:
+        return tl.broadcast_to(q[None, :, :], (W, q.shape[0], q.shape[1]))
+    else:
+        return q
+
+
+@triton.jit
 def _sum_warps(x, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """x [W, ROWS, COLUMNS] summed over its first dimension, in halves: one exchange, few steps."""
     if W == 1:
@@ -159,7 +231,12 @@ def _sum_warps(x, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _merge(acc, sums, top, ROWS: tl.constexpr, BY_PAGE: tl.constexpr):
     """The running softmax of all warps, and of the first ROWS rows: (acc, total, top)."""
-    if BY_PAGE:
+    if BY_PAGE == 2:
+        best = tl.max(top, 0)
+        factor = tl.exp2(top - best[None, :])
+        acc = _sum_warps(acc * factor[:, None, :], acc.shape[0], acc.shape[1], ROWS)
+        return tl.trans(acc), tl.sum(tl.sum(sums, 1) * factor, 0), best
+    elif BY_PAGE:
         W: tl.constexpr = acc.shape[0]
         BLOCK_G: tl.constexpr = acc.shape[1]
         BLOCK_D: tl.constexpr = acc.shape[2]
@@ -353,7 +430,12 @@ def _empty(
     BY_PAGE: tl.constexpr,
 ):
     """A running softmax that has seen nothing: (acc, sums by column, top)."""
-    if BY_PAGE:
+    if BY_PAGE == 2:
+        W: tl.constexpr = BLOCK_N // TOKENS
+        acc = tl.zeros([W, BLOCK_D, BLOCK_G], tl.float32)
+        sums = tl.zeros([W, TOKENS, BLOCK_G], tl.float32)
+        return acc, sums, tl.full([W, BLOCK_G], -1.0e30, tl.float32)
+    elif BY_PAGE:
         W: tl.constexpr = BLOCK_N // TOKENS
         acc = tl.zeros([W, BLOCK_G, BLOCK_D], tl.float32)
         sums = tl.zeros([W, BLOCK_G, TOKENS], tl.float32)
@@ -464,7 +546,7 @@ def decode_kernel(
         g = tl.arange(0, BLOCK_G)[:, None]
         d = tl.arange(0, BLOCK_D)[None, :]
         in_head, q_mask = g * HEAD_DIM + d, (g < GROUP) & (d < HEAD_DIM)
-        ROWS: tl.constexpr = 8 if BY_PAGE and GROUP <= 8 else BLOCK_G
+        ROWS: tl.constexpr = 8 if BY_PAGE == 1 and GROUP <= 8 else BLOCK_G
         r = tl.arange(0, ROWS)[:, None]
         in_part, part_mask = r * HEAD_DIM + d, (r < GROUP) & (d < HEAD_DIM)
         row_head = wide_row * NUM_KV_HEADS + head
@@ -473,8 +555,7 @@ def decode_kernel(
         head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
         q_at = q_ptr + wide_row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
         q = query_as(tl.load(q_at, mask=q_mask, other=0.0), COMPUTE)
-        if BY_PAGE:
-            q = tl.broadcast_to(q[None, :, :], (BLOCK_N // TOKENS, BLOCK_G, BLOCK_D))
+        q = _for_warps(q, BLOCK_N // TOKENS, BY_PAGE)
         acc, sums, top = _empty(BLOCK_G, BLOCK_D, BLOCK_N, TOKENS, BY_PAGE)
         split_end = begin + split_tokens
         # One loop over the tiles of all its splits: loads run ahead across the end of a split. An
@@ -482,10 +563,9 @@ def decode_kernel(
         for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
             tile_pages = pages
             pages = _page_ids(table_ptr, start + BLOCK_N, end, TOKENS, BLOCK_N)
-            attend: tl.constexpr = _attend_pages if BY_PAGE else _attend_tile
-            acc, sums, top = attend(
+            acc, sums, top = _attend(
                 q, acc, sums, top, head_ptr, tile_pages, start, end, low, page_elements,
-                scale_log2, HEAD_DIM, BLOCK_D, VALUES, TOKENS, BLOCK_N, WINDOWED, COMPUTE,
+                scale_log2, HEAD_DIM, BLOCK_D, VALUES, TOKENS, BLOCK_N, WINDOWED, COMPUTE, BY_PAGE,
             )
             if start + BLOCK_N >= tl.minimum(split_end, end):
                 part, total, part_top = _merge(acc, sums, top, ROWS, BY_PAGE)
@@ -571,6 +651,7 @@ def paged_decode(
     # Programs beside the first of each row and head, which share the rows of several splits.
     sharers = max(1, choice.pop("slots") // kv.num_kv_heads)
     prefetch = choice.pop("prefetch", 0) if pdl else 0
+    by_page = choice.pop("by_page", 0)
     assert min_split % choice["BLOCK_N"] == 0, "a split is whole tiles"
     shape = (rows, kv.num_kv_heads, max_splits, group)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
@@ -597,7 +678,7 @@ def paged_decode(
         GROUP=group,
         BLOCK_B=max(256, next_power_of_2(rows)),
         BLOCK_C=next_power_of_2(group),
-        BLOCK_G=max(16, next_power_of_2(group)),
+        BLOCK_G=max(8 if by_page == 2 else 16, next_power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
@@ -606,7 +687,7 @@ def paged_decode(
         PREFETCH=prefetch * 32 * choice["num_warps"],
         PDL=pdl,
         EARLY=bool(choice.pop("early", 1)),
-        BY_PAGE=bool(choice.pop("by_page", 0)),
+        BY_PAGE=by_page,
         launch_pdl=pdl,
         **choice,
     )

@@ -23,7 +23,9 @@ CHOICES = [
     {**SMALL, "BLOCK_N": 16, "min_split": 32, "by_page": 1},
     {**SMALL, "BLOCK_N": 32, "min_split": 64, "by_page": 1},
     {**SMALL, "BLOCK_N": 64, "min_split": 64, "by_page": 1},
-    {**SMALL, "BLOCK_N": 128, "min_split": 128, "by_page": 1},
+    {**SMALL, "BLOCK_N": 16, "min_split": 32, "by_page": 2},
+    {**SMALL, "BLOCK_N": 64, "min_split": 64, "by_page": 2},
+    {**SMALL, "BLOCK_N": 128, "min_split": 128, "by_page": 2},
 ]
 
 
@@ -38,20 +40,22 @@ def check(case: AttentionCase, out: torch.Tensor, window: int | None = None) -> 
     assert difference < TOLERANCE[case.q.dtype]  # NaN fails too
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(
+    ("choice", "window"),
+    [*((each, None) for each in CHOICES), *((each, 37) for each in CHOICES[4::2])],
+)
 def test_decode_interpreted(choice: dict[str, Any], window: int | None) -> None:
     """Contexts of no and one token, of whole and broken pages, of one split and of many."""
-    case = attention_case([(1, n) for n in (1, 0, 16, 33, 64, 150, 300)])
+    case = attention_case([(1, n) for n in (1, 0, 16, 33, 150)])
     together = run(case, choice, window)
     check(case, together, window)
-    for slots in (2, 10, 40):
+    for slots in (2, 40):
         assert torch.equal(run(case, {**choice, "slots": slots}, window), together), slots
-    for index in (2, 6):
+    for index in (2, 4):
         assert torch.equal(run(case.row(index), choice, window)[0], together[index]), index
 
 
-@pytest.mark.parametrize("choice", CHOICES[3:5], ids=str)
+@pytest.mark.parametrize("choice", CHOICES[4::2], ids=str)
 @pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 48), ((20, 1), 80), ((8, 8), 256)])
 def test_head_shapes_interpreted(
     choice: dict[str, Any], heads: tuple[int, int], head_dim: int
@@ -60,7 +64,7 @@ def test_head_shapes_interpreted(
     check(case, run(case, choice))
 
 
-@pytest.mark.parametrize("choice", CHOICES[3:5], ids=str)
+@pytest.mark.parametrize("choice", CHOICES[4::2], ids=str)
 def test_fp8_interpreted(choice: dict[str, Any]) -> None:
     case = attention_case([(1, 1), (1, 33), (1, 150)], dtype=torch.bfloat16, kv_dtype=FP8)
     check(case, run(case, choice))

@@ -42,6 +42,7 @@ _FIELDS = ("BLOCK_N", "num_warps", "num_stages", "min_split", "slots", "prefetch
 _BASE: dict[str, int] = {"MAX_SPLITS": 32}
 _LEAN = {**_BASE, "maxnreg": 96}
 _BY_PAGE = {**_BASE, "by_page": 1}
+_TURNED = {**_BASE, "by_page": 2}
 DECODE_CHOICES = [
     {**dict(zip(_FIELDS, choice, strict=True)), **more}
     for *choice, more in [
@@ -49,7 +50,6 @@ DECODE_CHOICES = [
         (32, 4, 3, 256, 264, 0, _LEAN),
         (32, 4, 3, 256, 264, 1, _LEAN),
         (32, 4, 3, 256, 264, 1, {**_LEAN, "early": 0}),
-        (32, 4, 3, 256, 528, 1, _LEAN),
         (32, 4, 2, 256, 528, 1, _LEAN),
         (32, 4, 4, 256, 264, 1, _BASE),
         (64, 4, 2, 256, 264, 1, _BASE),
@@ -61,8 +61,25 @@ DECODE_CHOICES = [
         (64, 4, 3, 512, 264, 1, _BY_PAGE),
         (64, 4, 2, 256, 264, 1, {**_BY_PAGE, "maxnreg": 168}),
         (32, 2, 3, 256, 264, 1, _BY_PAGE),
-        (32, 2, 4, 256, 264, 1, _BY_PAGE),
-        (32, 2, 3, 256, 528, 1, {**_BY_PAGE, "maxnreg": 168}),
+        (64, 4, 3, 256, 264, 1, _TURNED),
+        (64, 4, 2, 256, 264, 1, {**_TURNED, "maxnreg": 168}),
+        (32, 2, 3, 256, 264, 1, {**_TURNED, "maxnreg": 200}),
+        (32, 2, 4, 256, 264, 1, _TURNED),
+        (16, 1, 4, 256, 528, 1, _TURNED),
+        (16, 1, 4, 128, 528, 1, _TURNED),
+    ]
+]
+# Pages in FP8 take half the shared memory and more registers.
+DECODE_CHOICES_FP8 = [
+    {**dict(zip(_FIELDS, choice, strict=True)), **more}
+    for *choice, more in [
+        (32, 4, 4, 256, 264, 1, _BASE),
+        (64, 4, 3, 256, 264, 1, _BASE),
+        (64, 4, 3, 256, 264, 1, _BY_PAGE),
+        (64, 4, 3, 256, 264, 1, _TURNED),
+        (64, 4, 2, 256, 264, 1, {**_TURNED, "maxnreg": 168}),
+        (32, 2, 3, 256, 264, 1, {**_TURNED, "maxnreg": 200}),
+        (16, 1, 4, 256, 528, 1, _TURNED),
     ]
 ]
 PREFILL_CHOICES = [
@@ -197,7 +214,7 @@ def _decode_case(sequences: int, context: int, kv_dtype: torch.dtype) -> Case:
         build,
         flops=4.0 * sequences * context * HEADS * HEAD_DIM,
         tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, kv_dtype.itemsize),
-        choices=DECODE_CHOICES,
+        choices=DECODE_CHOICES_FP8 if kv_dtype == FP8 else DECODE_CHOICES,
         compile=_compile_decode(kv_dtype),
     )
 
