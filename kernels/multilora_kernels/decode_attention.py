@@ -123,7 +123,6 @@ def _attend_pages(
     # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
     mask = seen[:, :, None] & (d < HEAD_DIM)[None, None, :]
     k = tl.load(head_ptr + at, mask=mask, other=0.0)
-    v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
     k = tl.trans(widen_kv(k, COMPUTE), 0, 2, 1)
     score = tl.dot(q, k, input_precision="ieee") * scale_log2
     score = tl.where(seen[:, None, :], score, float("-inf"))
@@ -131,6 +130,7 @@ def _attend_pages(
     new_top = tl.maximum(top, tl.ceil(tl.max(score, 2)))
     p = tl.exp2(score - new_top[:, :, None])
     shrink = tl.exp2(top - new_top)[:, :, None]
+    v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
     acc = tl.dot(p.to(COMPUTE), widen_kv(v, COMPUTE), acc * shrink, input_precision="ieee")
     return acc, sums * shrink + p, new_top
 
@@ -168,15 +168,15 @@ def _attend_turned(
     k_at = page + (i * HEAD_DIM)[None, :, None] + d[None, None, :]
     k_mask = seen[:, :, None] & (d < HEAD_DIM)[None, None, :]
     k = tl.load(head_ptr + k_at, mask=k_mask, other=0.0)
-    v_at = page + d[None, :, None] + (i * HEAD_DIM)[None, None, :]
-    v_mask = seen[:, None, :] & (d < HEAD_DIM)[None, :, None]
-    v = tl.load(head_ptr + VALUES + v_at, mask=v_mask, other=0.0)
     score = tl.dot(widen_kv(k, COMPUTE), q, input_precision="ieee") * scale_log2
     score = tl.where(seen[:, :, None], score, float("-inf"))
     # An integer: exp2 of a difference of two is exact, and so is every product with it.
     new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
     p = tl.exp2(score - new_top[:, None, :])
     shrink = tl.exp2(top - new_top)[:, None, :]
+    v_at = page + d[None, :, None] + (i * HEAD_DIM)[None, None, :]
+    v_mask = seen[:, None, :] & (d < HEAD_DIM)[None, :, None]
+    v = tl.load(head_ptr + VALUES + v_at, mask=v_mask, other=0.0)
     acc = tl.dot(widen_kv(v, COMPUTE), p.to(COMPUTE), acc * shrink, input_precision="ieee")
     return acc, sums * shrink + p, new_top
 
@@ -431,10 +431,9 @@ def _empty(
 ):
     """A running softmax that has seen nothing: (acc, sums by column, top)."""
     if BY_PAGE == 2:
-        W: tl.constexpr = BLOCK_N // TOKENS
-        acc = tl.zeros([W, BLOCK_D, BLOCK_G], tl.float32)
-        sums = tl.zeros([W, TOKENS, BLOCK_G], tl.float32)
-        return acc, sums, tl.full([W, BLOCK_G], -1.0e30, tl.float32)
+        acc = tl.zeros([BLOCK_N // TOKENS, BLOCK_D, BLOCK_G], tl.float32)
+        sums = tl.zeros([BLOCK_N // TOKENS, TOKENS, BLOCK_G], tl.float32)
+        return acc, sums, tl.full([BLOCK_N // TOKENS, BLOCK_G], -1.0e30, tl.float32)
     elif BY_PAGE:
         W: tl.constexpr = BLOCK_N // TOKENS
         acc = tl.zeros([W, BLOCK_G, BLOCK_D], tl.float32)
