@@ -234,10 +234,16 @@ def _merge(acc, sums, top, ROWS: tl.constexpr, BY_PAGE: tl.constexpr):
     if BY_PAGE == 2:
         best = tl.max(top, 0)
         factor = tl.exp2(top - best[None, :])
-        acc = _sum_warps(acc * factor[:, None, :], acc.shape[0], acc.shape[1], ROWS)
-        return tl.trans(acc), tl.sum(tl.sum(sums, 1) * factor, 0), best
-    elif BY_PAGE:
         W: tl.constexpr = acc.shape[0]
+        HALF: tl.constexpr = acc.shape[1] // 2
+        # One half after the other: half the registers and half the shared memory to pass through.
+        acc = (acc * factor[:, None, :]).reshape((W, 2, HALF, ROWS))
+        low, high = tl.split(tl.permute(acc, (0, 2, 3, 1)))
+        low = tl.trans(_sum_warps(low, W, HALF, ROWS))
+        high = tl.trans(_sum_warps(high, W, HALF, ROWS))
+        acc = tl.permute(tl.join(low, high), (0, 2, 1)).reshape((ROWS, 2 * HALF))
+        return acc, tl.sum(tl.sum(sums, 1) * factor, 0), best
+    elif BY_PAGE:
         BLOCK_G: tl.constexpr = acc.shape[1]
         BLOCK_D: tl.constexpr = acc.shape[2]
         best = tl.max(top, 0)
@@ -246,10 +252,12 @@ def _merge(acc, sums, top, ROWS: tl.constexpr, BY_PAGE: tl.constexpr):
         total = tl.sum(tl.sum(sums, 2) * factor, 0)
         if ROWS < BLOCK_G:  # rows beyond the group fill up the tensor core's 16 and mean nothing
             tl.static_assert(2 * ROWS == BLOCK_G)
-            acc, _ = tl.split(tl.permute(acc.reshape((W, 2, ROWS, BLOCK_D)), (0, 2, 3, 1)))
+            acc, _ = tl.split(
+                tl.permute(acc.reshape((acc.shape[0], 2, ROWS, BLOCK_D)), (0, 2, 3, 1))
+            )
             total, _ = tl.split(tl.permute(total.reshape((2, ROWS)), (1, 0)))
             best, _ = tl.split(tl.permute(best.reshape((2, ROWS)), (1, 0)))
-        return _sum_warps(acc, W, ROWS, BLOCK_D), total, best
+        return _sum_warps(acc, acc.shape[0], ROWS, BLOCK_D), total, best
     else:
         return acc, tl.sum(sums, 1), top
 
