@@ -31,7 +31,7 @@ Q_TOKEN_BYTES = HEADS * HEAD_DIM * 2
 POOL_BYTES = 24 * 2**30  # the largest pool a case may build
 
 DECODE = [*product((1, 16, 64, 256), (64, 192, 256, 512, 1024, 4096))]
-DECODE_FP8 = [*product((1, 16, 64, 256), (192, 1024))]
+DECODE_FP8 = [*product((1, 16, 64, 256), (192, 1024, 4096))]
 DECODE_LAYER = [*product((1, 16, 64, 256), (192,))]
 # (sequences, query tokens each, context each)
 PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (4, 512, 4096)]
@@ -40,44 +40,38 @@ PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (
 # multiprocessor is registers (at most `maxnreg` a thread) and shared memory.
 _FIELDS = ("BLOCK_N", "num_warps", "num_stages", "min_split", "slots", "prefetch")
 _BASE: dict[str, int] = {"MAX_SPLITS": 32}
-_LEAN = {**_BASE, "maxnreg": 96}
-_BY_PAGE = {**_BASE, "by_page": 1}
 _TURNED = {**_BASE, "by_page": 2}
 DECODE_CHOICES = [
-    {**dict(zip(_FIELDS, choice, strict=True)), **more}
+    {**dict(zip(_FIELDS, choice, strict=True)), **_TURNED, **more}
     for *choice, more in [
-        (32, 4, 3, 128, 264, 1, _LEAN),
-        (32, 4, 3, 256, 264, 0, _LEAN),
-        (32, 4, 3, 256, 264, 1, _LEAN),
-        (32, 4, 4, 256, 264, 1, _BASE),
-        (64, 4, 3, 256, 264, 1, _BASE),
-        (64, 4, 3, 256, 264, 1, _BY_PAGE),
-        (64, 4, 3, 256, 264, 0, _TURNED),
-        (64, 4, 3, 256, 264, 1, _TURNED),
-        (64, 4, 3, 256, 264, 1, {**_TURNED, "early": 0}),
-        (64, 4, 3, 128, 264, 1, _TURNED),
-        (64, 4, 3, 512, 264, 1, _TURNED),
-        (64, 4, 3, 256, 396, 1, _TURNED),
-        (64, 4, 2, 256, 396, 1, {**_TURNED, "maxnreg": 128}),
-        (32, 2, 3, 256, 264, 1, _TURNED),
-        (32, 2, 3, 128, 528, 1, _TURNED),
-        (32, 2, 4, 256, 264, 1, _TURNED),
-        (16, 1, 4, 256, 528, 1, _TURNED),
-        (16, 1, 4, 128, 528, 1, _TURNED),
-        (128, 8, 2, 256, 132, 1, _TURNED),
+        (64, 4, 3, 256, 264, 0, {}),
+        (64, 4, 3, 256, 792, 0, {}),
+        (64, 4, 3, 512, 792, 0, {}),
+        (64, 4, 4, 256, 264, 0, {}),
+        (64, 4, 4, 512, 264, 0, {}),
+        (64, 4, 4, 256, 528, 0, {}),
+        (64, 4, 4, 128, 264, 0, {}),
+        (64, 4, 2, 256, 528, 0, {"maxnreg": 128}),
+        (64, 4, 2, 256, 264, 0, {"maxnreg": 128}),
+        (32, 2, 4, 256, 264, 0, {}),
+        (32, 2, 4, 256, 528, 0, {}),
+        (32, 2, 4, 512, 528, 0, {}),
+        (32, 2, 3, 256, 792, 0, {}),
+        (16, 1, 4, 256, 528, 0, {}),
     ]
 ]
 # Pages in FP8 take half the shared memory and more registers.
 DECODE_CHOICES_FP8 = [
-    {**dict(zip(_FIELDS, choice, strict=True)), **more}
+    {**dict(zip(_FIELDS, choice, strict=True)), **_TURNED, **more}
     for *choice, more in [
-        (32, 4, 4, 256, 264, 1, _BASE),
-        (64, 4, 3, 256, 264, 1, _BASE),
-        (64, 4, 3, 256, 264, 1, _TURNED),
-        (64, 4, 2, 256, 396, 1, {**_TURNED, "maxnreg": 168}),
-        (32, 2, 3, 256, 264, 1, _TURNED),
-        (32, 2, 4, 256, 264, 1, _TURNED),
-        (16, 1, 4, 256, 528, 1, _TURNED),
+        (64, 4, 3, 256, 264, 0, {}),
+        (64, 4, 4, 256, 264, 0, {}),
+        (64, 4, 4, 256, 264, 0, {"maxnreg": 128}),
+        (32, 2, 3, 256, 264, 0, {}),
+        (32, 2, 4, 256, 264, 0, {}),
+        (32, 2, 4, 256, 528, 0, {}),
+        (32, 2, 6, 256, 528, 0, {}),
+        (16, 1, 4, 256, 528, 0, {}),
     ]
 ]
 PREFILL_CHOICES = [
