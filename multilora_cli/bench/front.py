@@ -1,4 +1,4 @@
-"""How many tokens a second our front process can stream: its own CPU time beside the wall's."""
+"""What our front process can do in a second of its own CPU: tokens streamed, requests taken."""
 
 import asyncio
 import json
@@ -20,9 +20,10 @@ from multilora_cli.errors import Refused
 
 @dataclass(frozen=True)
 class FrontTest:
-    """What came through the front and what it cost there; `tokens_per_cpu_s` is its limit."""
+    """What came through the front and what it cost there; a second of its CPU is its limit."""
 
     streams: int
+    requests: int
     tokens: int
     errors: int
     duration_s: float
@@ -30,16 +31,19 @@ class FrontTest:
     front_cpu_s: float
     front_system_s: float  # of it in the kernel: sending to the clients, most of all
     tokens_per_cpu_s: float
+    requests_per_cpu_s: float
     front_share: float  # of a core, while the load ran
     client_cpu_s: float
 
 
 @dataclass(frozen=True)
 class FrontLoad:
-    """What the front is asked to stream."""
+    """What the front is asked to do: a new request for each that has ended."""
 
-    streams: int
-    tokens: int  # of each
+    streams: int  # at once
+    requests: int
+    prompt_tokens: int
+    tokens: int  # of each answer
     style: PromptStyle
     gap_s: float  # between the engine's steps
     vocab_size: int
@@ -49,7 +53,6 @@ class FrontLoad:
 async def measure_front(command: Sequence[str], load: FrontLoad) -> FrontTest:
     """Put a load on a front; `command` starts one, told as JSON. Raises Refused."""
     raise_file_limit()
-    streams, tokens = load.streams, load.tokens
     with tempfile.TemporaryDirectory(prefix="mlora-front-") as folder:
         base = write_base(Path(folder), "tiny", "none", load.vocab_size)
         told = {
@@ -60,15 +63,17 @@ async def measure_front(command: Sequence[str], load: FrontLoad) -> FrontTest:
         }
         async with _child([*command, json.dumps(told)]) as (pid, url), Target(url) as target:
             prompts = PromptMaker(load.style)
-            requests = [PlannedRequest("base", None, 16, tokens) for _ in range(streams)]
-            await run_load(target, requests[:1], Load(prompts))
+            request = PlannedRequest("base", None, load.prompt_tokens, load.tokens)
+            await run_load(target, [request], Load(prompts))
             before = _cpu_s(pid)
-            result = await run_load(target, requests, Load(prompts, salt=1))
+            load_of_all = Load(prompts, concurrency=load.streams, salt=1)
+            result = await run_load(target, [request] * load.requests, load_of_all)
             user_s, system_s = (a - b for a, b in zip(_cpu_s(pid), before, strict=True))
     cpu_s = user_s + system_s
     received = sum(record.output_tokens for record in result.records if record.error is None)
     return FrontTest(
-        streams=streams,
+        streams=load.streams,
+        requests=load.requests,
         tokens=received,
         errors=sum(record.error is not None for record in result.records),
         duration_s=result.duration_s,
@@ -76,6 +81,7 @@ async def measure_front(command: Sequence[str], load: FrontLoad) -> FrontTest:
         front_cpu_s=cpu_s,
         front_system_s=system_s,
         tokens_per_cpu_s=received / max(cpu_s, 1e-9),
+        requests_per_cpu_s=load.requests / max(cpu_s, 1e-9),
         front_share=cpu_s / max(result.duration_s, 1e-9),
         client_cpu_s=result.overhead.cpu_s,
     )

@@ -1,7 +1,7 @@
 """The command `mlora`: its commands, and how an error becomes one line and an exit code.
 
 Command modules import only typer and annotations; what is heavy is imported inside a command, so
-that `mlora --help` answers in about 0.2 s and never reaches torch or fastapi.
+that `mlora --help` answers in about 0.2 s and never reaches torch or the server.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`mlora bench front`: what the front process can stream, whatever the engine."""
+"""`mlora bench front`: what the front process can stream and take in, whatever the engine."""
 
 import asyncio
 import sys
@@ -15,6 +15,10 @@ from multilora_cli.cli.options import JsonOption, QuietOption
 def front(
     streams: Annotated[int, typer.Option(help="Clients at once.", min=1, max=1280)] = 256,
     tokens: Annotated[int, typer.Option(help="Tokens of each.", min=2, max=100_000)] = 400,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests in all; one a client by default.", min=1)
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 16,
     gap: Annotated[float, typer.Option(help="Seconds between steps of the engine.", min=0)] = 0.01,
     style: flags.Prompts = "ids",
     vocabulary: Annotated[int, typer.Option(min=1000, help="Tokens of the tokenizer.")] = 128_256,
@@ -26,7 +30,8 @@ def front(
 ) -> None:
     """Measure our front process alone: an engine that only pretends, real clients over HTTP.
 
-    The tokens per second of the front's own CPU time are its limit on a core of its own.
+    The tokens per second of the front's own CPU time are its limit on a core of its own. With short
+    answers it is what a request costs: --streams 64 --requests 5000 --prompt 200 --tokens 2.
 
     Example: mlora bench front --streams 256
     """
@@ -39,6 +44,8 @@ def front(
     command = [sys.executable, "-m", __name__]
     load = FrontLoad(
         streams=streams,
+        requests=streams if requests is None else requests,
+        prompt_tokens=prompt,
         tokens=tokens,
         style=style,
         gap_s=gap,

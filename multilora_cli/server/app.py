@@ -1,11 +1,9 @@
-"""The routes and what they do. Each has a policy; `create_app` refuses to build one without."""
+"""The routes and what they do."""
 
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeVar
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -42,10 +40,9 @@ from multilora_cli.server.protocol import (
 from multilora_cli.server.routing import (
     JSON,
     RouteSpec,
-    add_routes,
+    RouteTable,
+    body_bytes,
     caller_of,
-    check_policies,
-    error_response,
     json_response,
 )
 from multilora_cli.server.run import Job
@@ -135,7 +132,11 @@ class Routes:
             weight = front.access.now.weight(caller.tenant, name)
             admitted = Admitted(ref, caller, front.max_model_len, weight)
             texts = await front.texts_of(entry)
-            job = await front.in_thread(lambda: prepare(texts, body, admitted))
+            num_bytes = body_bytes(request)
+            if num_bytes is not None and texts.is_quick(body, num_bytes):
+                job = prepare(texts, body, admitted)
+            else:
+                job = await front.in_thread(lambda: prepare(texts, body, admitted))
         return await front.answer(request, job, stream=body.stream is True)
 
     async def models(self, request: Request) -> Response:
@@ -334,28 +335,6 @@ class Routes:
 
 
 def create_app(front: Front) -> ASGIApp:
-    """The whole application. Raises RuntimeError where a route has no policy."""
-    config = front.config
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.access = front.access
-    app.add_exception_handler(HTTPException, _http_error)
-    add_routes(app, Routes(front).table())
-    check_policies(app)
-    return Guard(app, config, front.metrics.replied)
-
-
-async def _http_error(_: Request, error: Exception) -> Response:
-    """404 and 405 of the router, in the error contract's shape."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    texts = {404: "no such route", 405: "this route has another method"}
-    response = error_response(
-        RequestError(
-            texts.get(status, "the request cannot be served"),
-            status=status,
-            code=codes.get(status, "invalid_request"),
-        )
-    )
-    if isinstance(error, HTTPException) and error.headers:
-        response.headers.update(error.headers)
-    return response
+    """The whole application."""
+    table = RouteTable(Routes(front).table(), front.access)
+    return Guard(table, front.config, front.metrics.replied)

@@ -25,7 +25,7 @@ from multilora_cli.server.prepare import Texts
 from multilora_cli.server.protocol import parse_body
 from multilora_cli.server.quota import Quotas
 from multilora_cli.server.recorder import TraceRecorder
-from multilora_cli.server.routing import caller_of, json_response, read_body
+from multilora_cli.server.routing import body_bytes, caller_of, json_response, read_body
 from multilora_cli.server.run import Job, Run
 from multilora_cli.server.scrape import EngineView
 from multilora_cli.server.sse import EventStream, whole_reply
@@ -101,8 +101,8 @@ class Front:
     @contextmanager
     def room_for(self, request: Request) -> Iterator[None]:
         """Bounds what large bodies hold together, while they are read and tokenized."""
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and len(length) < 10 and int(length) <= _INLINE_BYTES:
+        length = body_bytes(request)
+        if length is not None and length <= _INLINE_BYTES:
             yield
             return
         if self._large_bodies >= self.config.limits.max_large_bodies:

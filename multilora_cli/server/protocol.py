@@ -5,7 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -61,7 +61,8 @@ def _check_depth(raw: bytes) -> None:
 def _scan(raw: bytes) -> Mapping[str, Any]:
     """The body as plain values; refuses a key that is given twice."""
     try:
-        value = json.loads(raw, object_pairs_hook=_unique, parse_int=_digits)
+        plain = _MANY_DIGITS.search(raw) is None
+        value = (_PLAIN if plain else _LONG).decode(raw.decode())
     except (ValueError, RecursionError):
         raise RequestError("the body is not valid JSON in UTF-8", code="invalid_json") from None
     return value if isinstance(value, dict) else {}
@@ -77,6 +78,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _digits(text: str) -> float:
     """Numbers are only compared here: long ones need no exact value."""
     return int(text) if len(text) < 20 else float(text)
+
+
+# A function called for every token id of a prompt takes most of the scan.
+_MANY_DIGITS = re.compile(rb"[0-9]{20}")
+_PLAIN = json.JSONDecoder(object_pairs_hook=_unique)
+_LONG = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_digits)
 
 
 def _check_fields(fields: Mapping[str, Any], kind: type[msgspec.Struct]) -> None:
@@ -216,17 +223,17 @@ def prompts_of(body: CompletionBody) -> list[str] | list[list[int]]:
         raise RequestError("prompt: required", code="missing_required_parameter", param="prompt")
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(item) for item in prompt}
+    kinds = set(map(type, prompt))
     if kinds == {int}:
-        return [[item for item in prompt if isinstance(item, int)]]
+        return [cast(list[int], prompt)]
     if len(prompt) > MAX_PROMPTS:
         raise RequestError(
             f"prompt: found {len(prompt)} prompts, expected at most {MAX_PROMPTS}", param="prompt"
         )
     if kinds == {str}:
-        return [item for item in prompt if isinstance(item, str)]
+        return cast(list[str], prompt)
     if kinds == {list}:
-        return [item for item in prompt if isinstance(item, list)]
+        return cast(list[list[int]], prompt)
     raise RequestError("prompt: expected all text or all token ids", param="prompt")
 
 

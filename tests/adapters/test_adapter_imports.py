@@ -6,8 +6,8 @@ import sys
 CODE = """
 import sys
 from multilora_cli.adapters import peft, registry, source, digest
-heavy = {"torch", "triton", "transformers", "peft", "huggingface_hub", "fastapi"} & set(sys.modules)
-assert not heavy, heavy
+heavy = {"torch", "triton", "transformers", "peft", "huggingface_hub", "starlette"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 from multilora_cli.adapters.peft import read_adapter
 """
 

@@ -41,6 +41,13 @@ def test_every_token_of_every_stream_arrives() -> None:
     assert value["tokens_per_cpu_s"] == value["tokens"] / value["front_cpu_s"]
 
 
+def test_a_new_request_for_each_that_has_ended() -> None:
+    few = ("--streams", "4", "--requests", "40", "--prompt", "50", "--tokens", "2")
+    value = json.loads(front(*few).stdout)
+    assert (value["streams"], value["requests"], value["tokens"]) == (4, 40, 80)
+    assert value["requests_per_cpu_s"] == value["requests"] / value["front_cpu_s"]
+
+
 def test_chats_are_streamed_too() -> None:
     value = json.loads(front("--streams", "2", "--tokens", "5", "--style", "chat").stdout)
     assert value["tokens"] == 10 and value["errors"] == 0

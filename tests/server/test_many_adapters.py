@@ -125,10 +125,11 @@ def test_a_scrape_looks_at_those_that_it_shows(tmp_path, monkeypatch) -> None:
             def refused(*_):
                 raise AssertionError("a scrape walks all adapters")
 
-            monkeypatch.setattr(Statuses, "__getitem__", counted)
-            monkeypatch.setattr(Statuses, "__iter__", refused)
-            monkeypatch.setattr(app.registry, "entries", refused)
-            text = (await _answer(app, "/metrics"))[0].decode()
+            with monkeypatch.context() as patch:
+                patch.setattr(Statuses, "__getitem__", counted)
+                patch.setattr(Statuses, "__iter__", refused)
+                patch.setattr(app.registry, "entries", refused)
+                text = (await _answer(app, "/metrics"))[0].decode()
             assert 100 <= looks["status"] <= 300
             found = {
                 (sample.name, sample.labels.get("tier"), sample.labels.get("adapter_name")): sample
