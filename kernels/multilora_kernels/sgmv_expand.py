@@ -131,7 +131,7 @@ def _expand_row(
     return n0, n1, n2, n3
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _expand_rows(
     planes_ptr, weights_ptr, y_ptr, stride_ym, b_offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
     e0, e1, e2, e3, n_start, d_out, plane, num_rows, part_rows, next_task_ptr, next_n_start,
@@ -140,7 +140,9 @@ def _expand_rows(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles. The planes of a part of
-    a tile have `part_rows` rows, these among them.
+    a tile have `part_rows` rows, these among them. A function of its own, as `_expand_shared`:
+    within the kernel's loop, what their addresses are made of took 25 registers from rows alone,
+    which were spilled around every one of them.
 
     Returns the next task's table entries.
     """
@@ -245,7 +247,7 @@ def _walk_blocks(
         tl.store(y_rows + n[None, :], summed, mask=y_mask)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _expand_shared(
     planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, num_tiles, e0, e1, e2, e3, n_start, d_out,
     plane, num_rows, task_ptr, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
@@ -297,11 +299,12 @@ def _row_h(
     h_mask = (m < num_rows)[:, None] & (entry >= 0)
     h = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
     # Where B waits in registers, four: all loads at once would take 70 registers more.
-    for start in range(0, SPLIT_K, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
+    SHARES: tl.constexpr = AT_ONCE if SPLIT_K > AT_ONCE else SPLIT_K
+    for start in range(0, SPLIT_K, SHARES):
+        for i in tl.static_range(SHARES):
             for part in tl.static_range(ROW_SPLITS):
                 h_part = h_ptrs + part * part_rows * (SPLIT_K * 16) + (start + i) * 16
-                mask = h_mask if SPLIT_K % AT_ONCE == 0 else h_mask & (start + i < SPLIT_K)
+                mask = h_mask if SPLIT_K % SHARES == 0 else h_mask & (start + i < SPLIT_K)
                 h += tl.load(h_part, mask=mask, other=0.0, cache_modifier=".cg")
     return h
 

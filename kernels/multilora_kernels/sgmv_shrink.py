@@ -77,13 +77,19 @@ def _shrink_row(
     return next_entry
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _shrink_rows(
     x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in,
     BLOCK_M: tl.constexpr, SPAN: tl.constexpr, DOT_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_K: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT_K: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of one adapter by matrix tiles, STAGES - 1 steps of DOT_K under way."""
+    """Up to BLOCK_M rows of one adapter by matrix tiles, STAGES - 1 steps of DOT_K under way.
+
+    A function of its own: within the kernel's loop, what its addresses are made of would wait in
+    registers that the weights of a row alone need.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     r = tl.arange(0, 16)
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
@@ -146,20 +152,18 @@ def shrink_decode_kernel(
             next_entry = tl.load(next_entry_ptr)
             part = (num_rows >> 16) * (SPAN // ROW_SPLITS)
             own_rows = num_rows & 0xFFFF
-            if EARLY:
-                tl.extra.cuda.gdc_wait()
             if WIDE_M == BLOCK_M or own_rows <= BLOCK_M:
                 _shrink_rows(
                     x_ptr, stride_xm, rows_ptr + start, own_rows, a_ptr + part, width, length, out,
                     k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, STAGES, SPLIT_K,
-                    COMPUTE, PRECISION,
+                    EARLY, COMPUTE, PRECISION,
                 )  # fmt: skip
             else:
                 # As many bytes in a step, most of them of x.
                 _shrink_rows(
                     x_ptr, stride_xm, rows_ptr + start, own_rows, a_ptr + part, width, length, out,
                     k_start + part, d_in, WIDE_M, SPAN // ROW_SPLITS,
-                    DOT_K // 2 if DOT_K > 64 else DOT_K, 3, SPLIT_K, COMPUTE, PRECISION,
+                    DOT_K // 2 if DOT_K > 64 else DOT_K, 3, SPLIT_K, EARLY, COMPUTE, PRECISION,
                 )  # fmt: skip
         unit += stride
         cell, start, num_rows, plane = next_cell, next_start, next_rows, next_plane

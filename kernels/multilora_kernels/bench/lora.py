@@ -49,6 +49,7 @@ DECODE_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
     {
         "block_n": block_n, "expand_registers": expand, "rows_n": rows_n,
         "shrink_registers": shrink, "row_splits": row_splits, "programs_per_sm": cap,
+        "shrink_per_sm": cap,
     }
     for block_n, expand, rows_n, shrink, row_splits, cap in (
         (128, None, 128, 80, 4, 16),
