@@ -41,6 +41,12 @@ __all__ = ["HopperLaunch", "choose_launch", "run_hopper", "sum_planes"]
 _PIECE_N, _PIECE_M = 64, 32
 
 
+@gluon.constexpr_function
+def _acc_layout(rows):
+    """Sums of a strip of 128 outputs by `rows` rows, 16 outputs to each of 8 warps."""
+    return gl.NVMMADistributedLayout([3, 0], [8, 1], [16, rows, 16])
+
+
 @gluon.jit
 def _shared_memory(
     x_type: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, GROUPS: gl.constexpr,
@@ -84,25 +90,25 @@ def _copy_block(
 
 @gluon.jit
 def _sources(
-    words_ptr, meta_ptr, x_ptr, first, first_n, row_m, N_padded, stride_xm, BLOCK_N: gl.constexpr,
-    GROUPS: gl.constexpr, X_LAYOUT: gl.constexpr,
+    words_ptr, meta_ptr, x_ptr, first, strip, second_strip, row_m, N_padded, stride_xm,
+    BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Where the first block's words, scales and first half of x lie, an address for every lane."""
+    """Where the first block's words, scales and first half of x lie, an address for every lane.
+    Outputs are those of two strips of 128, or of one where BLOCK_N is 128."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
     line_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
+    n = gl.where(row < 128, strip * 128, second_strip * 128 - 128) + row
     column = gl.arange(0, 32, gl.SliceLayout(0, layout))
     start = first.to(gl.int64)
-    words_ptr += (start * N_padded + first_n) * 32
-    words_ptrs = words_ptr + gl.expand_dims(row, 1) * 32 + gl.expand_dims(column, 0)
-    meta_ptr += start * (N_padded * GROUPS) + first_n
+    words_ptr += start * N_padded * 32
+    words_ptrs = words_ptr + gl.expand_dims(n, 1) * 32 + gl.expand_dims(column, 0)
+    meta_ptr += start * (N_padded * GROUPS)
+    line = gl.arange(0, BLOCK_N, line_layout)
+    line += gl.where(line < 128, strip * 128, second_strip * 128 - 128)
     x_column = gl.arange(0, 64, gl.SliceLayout(0, X_LAYOUT))
     x_offsets = gl.expand_dims(row_m.to(gl.int64) * stride_xm, 1) + gl.expand_dims(x_column, 0)
-    return (
-        words_ptrs,
-        meta_ptr + gl.arange(0, BLOCK_N, line_layout),
-        x_ptr + start * 128 + x_offsets,
-    )
+    return words_ptrs, meta_ptr + line, x_ptr + start * 128 + x_offsets
 
 
 @gluon.jit
@@ -175,89 +181,27 @@ def _last(acc, second_acc, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    acc, y_ptr, partial_ptr, first_n, offset: gl.constexpr, first_m, M, N, SPLIT_K: gl.constexpr
-):
-    """A part's sums to y, or beside y where K is split."""
-    PART: gl.constexpr = acc.shape[0]
-    BLOCK_M: gl.constexpr = acc.shape[1]
-    if SPLIT_K == 1:
-        layout: gl.constexpr = gl.BlockedLayout(
-            [8, 1], [PART // 8, 256 // PART], [1, gl.num_warps()], [0, 1]
-        )
-        y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty), layout)
-        n = first_n + offset + gl.arange(0, PART, gl.SliceLayout(1, layout))
-        m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-        offsets = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
-        mask = gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1)
-        gl.store(y_ptr + offsets, y, mask=mask)
-    else:
-        n = offset + gl.arange(0, PART, gl.SliceLayout(1, acc.type.layout))
-        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc.type.layout))
-        gl.store(partial_ptr + gl.expand_dims(n * BLOCK_M, 1) + gl.expand_dims(m, 0), acc)
-
-
-@gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
-def awq_hopper_kernel(
-    x_ptr,
-    words_ptr,
-    meta_ptr,
-    y_ptr,
-    partial_ptr,
-    M,
-    N,
-    K,
-    N_padded,
-    stride_xm,
-    BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    SPLIT_K: gl.constexpr,
-    GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SCALE: gl.constexpr,
-    CT: gl.constexpr,
-    PDL: gl.constexpr,
-):
-    WARPS: gl.constexpr = gl.num_warps()
+def _multiply(
+    words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded,
+    BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, SECOND_M: gl.constexpr, GROUPS: gl.constexpr,
+    STAGES: gl.constexpr, SCALE: gl.constexpr, CT: gl.constexpr,
+):  # fmt: skip
+    """The products of a tile's two strips over `count` blocks, the second one's with the first
+    SECOND_M rows alone; `_fill` was called for it."""
     AHEAD: gl.constexpr = STAGES - 1
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    acc_layout: gl.constexpr = _acc_layout(BLOCK_M)
+    second_layout: gl.constexpr = _acc_layout(SECOND_M)
     word_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    second_word_layout: gl.constexpr = gl.DotOperandLayout(0, second_layout, 2)
     meta_layout: gl.constexpr = gl.SliceLayout(1, word_layout)
-    # What a step multiplies at a time: 32 inputs of the 16 outputs that a warp's instruction has.
-    PART: gl.constexpr = 16 * WARPS
-    PARTS: gl.constexpr = BLOCK_N // PART
-    x_copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    words, metas, halves = _shared_memory(x_ptr.dtype.element_ty, BLOCK_N, BLOCK_M, GROUPS, STAGES)
-
-    num_blocks = K // 128
-    per_split = (num_blocks + SPLIT_K - 1) // SPLIT_K
-    first = gl.program_id(2) * per_split
-    count = gl.maximum(gl.minimum(per_split, num_blocks - first), 0)
-    # The last tile repeats outputs of the one before it where they do not fill it.
-    first_n = gl.minimum(gl.program_id(1) * BLOCK_N, N_padded - BLOCK_N)
-    first_m = gl.program_id(0) * BLOCK_M
-    # Rows past the end are zeros. (While they repeated the last row, qkv took 40 us at 192 rows
-    # and 34 at 256: all of them asked for one line.)
-    row_m = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout))
-    in_batch = gl.expand_dims(row_m < M, 1)
-    words_ptrs, meta_ptrs, x_ptrs = _sources(
-        words_ptr, meta_ptr, x_ptr, first, first_n, row_m, N_padded, stride_xm, BLOCK_N, GROUPS,
-        x_copy_layout,
-    )  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for block in gl.static_range(AHEAD):
-        words_ptrs, meta_ptrs, x_ptrs = _copy_block(
-            words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, block, block < count,
-            N_padded, GROUPS,
-        )  # fmt: skip
-
-    acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
-    second_acc = gl.zeros([PART, BLOCK_M], gl.float32, acc_layout)
+    # What a step multiplies at a time: 32 inputs of a strip.
+    PARTS: gl.constexpr = BLOCK_N // 128
+    acc = gl.zeros([128, BLOCK_M], gl.float32, acc_layout)
+    second_acc = gl.zeros([128, SECOND_M], gl.float32, second_layout)
     async_copy.wait_group(AHEAD - 1)
     tl.debug_barrier()
     packed = _words(words.index(0), word_layout, PARTS)
-    meta = _metas(metas, 0, meta_layout, PART, PARTS, GROUPS)
+    meta = _metas(metas, 0, meta_layout, 128, PARTS, GROUPS)
     w = _weights(packed, meta, 0, PARTS, GROUPS, SCALE, CT)
     for block in range(count):
         stage = block % STAGES
@@ -267,8 +211,12 @@ def awq_hopper_kernel(
             x = half.slice(i // PARTS % 2 * 32, 32, dim=1).permute([1, 0])
             if i % PARTS == 0:
                 acc = warpgroup_mma(w, x, acc, is_async=True)
-            else:
+            elif SECOND_M == BLOCK_M:
                 second_acc = warpgroup_mma(w, x, second_acc, is_async=True)
+            else:
+                few = x.slice(0, SECOND_M, dim=1)
+                same_w = gl.convert_layout(w, second_word_layout, assert_trivial=True)
+                second_acc = warpgroup_mma(same_w, few, second_acc, is_async=True)
             if i == 2 * PARTS:
                 async_copy.wait_group(AHEAD - 2)
                 tl.debug_barrier()
@@ -278,20 +226,219 @@ def awq_hopper_kernel(
                     (block + AHEAD) % STAGES, block + AHEAD < count, N_padded, GROUPS,
                 )  # fmt: skip
                 next_packed = _words(words.index(following), word_layout, PARTS)
-                next_meta = _metas(metas, following, meta_layout, PART, PARTS, GROUPS)
+                next_meta = _metas(metas, following, meta_layout, 128, PARTS, GROUPS)
             if i == 4 * PARTS - 1:
                 packed, meta = next_packed, next_meta
             next_w = _weights(packed, meta, (i + 1) % (4 * PARTS), PARTS, GROUPS, SCALE, CT)
             acc, second_acc, w = _all_but_last(acc, second_acc, w, next_w, PARTS)
-    acc, second_acc = _last(acc, second_acc, PARTS)
+    return _last(acc, second_acc, PARTS)
+
+
+@gluon.jit
+def _fill(
+    words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Ask for a tile's first blocks; returns where the next block's words, scales and x are."""
+    for block in gl.static_range(STAGES - 1):
+        words_ptrs, meta_ptrs, x_ptrs = _copy_block(
+            words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, block, block < count,
+            N_padded, GROUPS,
+        )  # fmt: skip
+    return words_ptrs, meta_ptrs, x_ptrs
+
+
+@gluon.jit
+def _store(acc, y_ptr, strip, first_m, flip, M, N):
+    """A strip's sums to y."""
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    y = gl.convert_layout(acc.to(y_ptr.dtype.element_ty), layout)
+    n = strip * 128 + gl.arange(0, 128, gl.SliceLayout(1, layout))
+    m = first_m + (gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout)) ^ flip)
+    offsets = gl.expand_dims(m.to(gl.int64) * N, 0) + gl.expand_dims(n, 1)
+    mask = gl.expand_dims(m < M, 0) & gl.expand_dims(n < N, 1)
+    gl.store(y_ptr + offsets, y, mask=mask)
+
+
+@gluon.jit
+def _partials(ptr, acc):
+    """Where a strip's sums lie beside y, an address for each."""
+    n = gl.arange(0, 128, gl.SliceLayout(1, acc.type.layout))
+    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    return ptr + gl.expand_dims(n * acc.shape[1], 1) + gl.expand_dims(m, 0)
+
+
+@gluon.jit
+def _meet(acc, second_acc, partial_ptr, counter_ptr, PARTS: gl.constexpr):
+    """Add the sums of two programs: who comes first leaves them, the other takes them up.
+
+    Returns (sums, second strip's sums, whether they are of both programs). A sum of two does not
+    depend on their order. Nobody waits for a program that has not come as far as this.
+    """
+    second_ptr = partial_ptr + 128 * acc.shape[1]
+    came = gl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    if came == 0:
+        gl.store(_partials(partial_ptr, acc), acc)
+        if PARTS == 2:
+            gl.store(_partials(second_ptr, second_acc), second_acc)
+        tl.debug_barrier()  # all warps' sums are written before the counter says so
+        gl.atomic_add(counter_ptr, 1, sem="release")
+    else:
+        seen = gl.atomic_add(counter_ptr, 0, sem="acquire")
+        while seen < 3:  # both came, and the first one's sums are there
+            seen = gl.atomic_add(counter_ptr, 0, sem="acquire")
+        tl.debug_barrier()
+        # .cg: another multiprocessor's sums are read from the L2, never from a stale L1.
+        acc += gl.load(_partials(partial_ptr, acc), cache_modifier=".cg")
+        if PARTS == 2:
+            second_acc += gl.load(_partials(second_ptr, second_acc), cache_modifier=".cg")
+        gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
+    return acc, second_acc, came > 0
+
+
+@gluon.jit
+def _finish(
+    acc, second_acc, y_ptr, partial_ptr, counter_ptr, strip, second_strip, first_m, flip, M, N,
+    PARTS: gl.constexpr, SPLIT_K: gl.constexpr, SECOND_LAUNCH: gl.constexpr,
+):  # fmt: skip
+    """Sums to y; beside it where a second launch adds the splits."""
+    SUMS: gl.constexpr = 128 * (acc.shape[1] + (PARTS - 1) * second_acc.shape[1])
+    tile = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
+    if SECOND_LAUNCH:
+        tiles = gl.num_programs(1) * gl.num_programs(0)
+        partial_ptr += (gl.program_id(2) * tiles + tile) * SUMS
+        gl.store(_partials(partial_ptr, acc), acc)
+        if PARTS == 2:
+            gl.store(_partials(partial_ptr + 128 * acc.shape[1], second_acc), second_acc)
+    else:
+        partial_ptr += tile * ((SPLIT_K - 1) * SUMS)
+        counter_ptr += tile * (SPLIT_K - 1)
+        whole = True
+        if SPLIT_K >= 2:
+            pair = gl.program_id(2) // 2
+            acc, second_acc, whole = _meet(
+                acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
+            )
+        if SPLIT_K >= 4:  # noqa: SIM102 - the compiler's, then the program's
+            if whole:
+                pair = SPLIT_K // 2 + gl.program_id(2) // 4
+                acc, second_acc, whole = _meet(
+                    acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
+                )
+        if SPLIT_K >= 8:  # noqa: SIM102 - the compiler's, then the program's
+            if whole:
+                pair = SPLIT_K // 2 + SPLIT_K // 4
+                acc, second_acc, whole = _meet(
+                    acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
+                )
+        if whole:
+            _store(acc, y_ptr, strip, first_m, flip, M, N)
+            if PARTS == 2:
+                _store(second_acc, y_ptr, second_strip, first_m, flip, M, N)
+
+
+@gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
+def awq_hopper_kernel(
+    x_ptr,
+    words_ptr,
+    meta_ptr,
+    y_ptr,
+    partial_ptr,
+    counter_ptr,
+    M,
+    N,
+    K,
+    N_padded,
+    stride_xm,
+    BLOCK_N: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    SECOND_LAUNCH: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALE: gl.constexpr,
+    CT: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    SHARES: gl.constexpr = BLOCK_N == 192 or BLOCK_N == 448
+    TILE_N: gl.constexpr = 128 if BLOCK_N == 128 else 256
+    PARTS: gl.constexpr = TILE_N // 128
+    SECOND_M: gl.constexpr = BLOCK_M // 2 if BLOCK_N == 192 else BLOCK_M
+    x_copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    words, metas, halves = _shared_memory(x_ptr.dtype.element_ty, TILE_N, BLOCK_M, GROUPS, STAGES)
+
+    num_blocks = K // 128
+    per_split = (num_blocks + SPLIT_K - 1) // SPLIT_K
+    first = gl.program_id(2) * per_split
+    count = gl.maximum(gl.minimum(per_split, num_blocks - first), 0)
+    # Strips past the last one repeat it.
+    last = N_padded // 128 - 1
+    side = gl.program_id(1) % 2 if SHARES else 0
+    if BLOCK_N == 448:
+        strip = gl.program_id(1) // 2 * 7 + 3 * side
+        second_strip = strip + 1
+    elif BLOCK_N == 192:
+        strip = gl.program_id(1) // 2 * 3 + side
+        second_strip = gl.program_id(1) // 2 * 3 + 2
+    else:
+        strip = gl.program_id(1) * PARTS
+        second_strip = strip + 1
+    first_m = gl.program_id(0) * BLOCK_M
+    # The second of two programs has its rows in the order in which their halves of the strip that
+    # they share come first.
+    flip = side * (BLOCK_M // 2)
+    # Rows past the end are zeros. (While they repeated the last row, qkv took 40 us at 192 rows
+    # and 34 at 256: all of them asked for one line.)
+    row_m = first_m + (gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout)) ^ flip)
+    in_batch = gl.expand_dims(row_m < M, 1)
+    strip, second_strip = gl.minimum(strip, last), gl.minimum(second_strip, last)
+    words_ptrs, meta_ptrs, x_ptrs = _sources(
+        words_ptr, meta_ptr, x_ptr, first, strip, second_strip, row_m, N_padded, stride_xm, TILE_N,
+        GROUPS, x_copy_layout,
+    )  # fmt: skip
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    plane = gl.program_id(2) * gl.num_programs(1) * gl.num_programs(0) + tile
-    partial_ptr += plane.to(gl.int64) * (BLOCK_N * BLOCK_M)
-    _store(acc, y_ptr, partial_ptr, first_n, 0, first_m, M, N, SPLIT_K)
-    if PARTS == 2:
-        _store(second_acc, y_ptr, partial_ptr, first_n, PART, first_m, M, N, SPLIT_K)
+        tl.extra.cuda.gdc_wait()
+    words_ptrs, meta_ptrs, x_ptrs = _fill(
+        words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded, GROUPS,
+        STAGES,
+    )  # fmt: skip
+    acc, second_acc = _multiply(
+        words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded, TILE_N,
+        BLOCK_M, SECOND_M, GROUPS, STAGES, SCALE, CT,
+    )  # fmt: skip
+    if BLOCK_N == 448:
+        gl.static_assert(SPLIT_K == 1)
+        third = gl.minimum(gl.program_id(1) // 2 * 7 + 3 * side + 2, last)
+        shared = gl.minimum(gl.program_id(1) // 2 * 7 + 6, last)
+        words_ptrs, meta_ptrs, x_ptrs = _sources(
+            words_ptr, meta_ptr, x_ptr, first, third, shared, row_m, N_padded, stride_xm, TILE_N,
+            GROUPS, x_copy_layout,
+        )  # fmt: skip
+        async_copy.wait_group(0)
+        tl.debug_barrier()  # no warp reads the first tile's stages any more
+        words_ptrs, meta_ptrs, x_ptrs = _fill(
+            words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded, GROUPS,
+            STAGES,
+        )  # fmt: skip
+        _store(acc, y_ptr, strip, first_m, flip, M, N)
+        _store(second_acc, y_ptr, second_strip, first_m, flip, M, N)
+        strip, second_strip = third, shared
+        acc, few_acc = _multiply(
+            words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded, TILE_N,
+            BLOCK_M, BLOCK_M // 2, GROUPS, STAGES, SCALE, CT,
+        )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        _store(acc, y_ptr, strip, first_m, flip, M, N)
+        _store(few_acc, y_ptr, second_strip, first_m, flip, M, N)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        _finish(
+            acc, second_acc, y_ptr, partial_ptr, counter_ptr, strip, second_strip, first_m, flip,
+            M, N, PARTS, SPLIT_K, SECOND_LAUNCH,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -315,12 +462,11 @@ def sum_planes_kernel(
     n = tl.program_id(0) * PIECE_N + tl.arange(0, PIECE_N)
     m = tl.program_id(1) * PIECE_M + tl.arange(0, PIECE_M)
     n_tile = tl.program_id(0) * PIECE_N // BLOCK_N
-    first_n = tl.minimum(n_tile * BLOCK_N, N_padded - BLOCK_N)
     m_tile = tl.program_id(1) * PIECE_M // BLOCK_M
     m_tiles = tl.cdiv(M, BLOCK_M)
     tile = (n_tile * m_tiles + m_tile).to(tl.int64)
     inside = (n < N)[:, None] & (m < M)[None, :]
-    offsets = (n - first_n)[:, None] * BLOCK_M + (m - m_tile * BLOCK_M)[None, :]
+    offsets = (n - n_tile * BLOCK_N)[:, None] * BLOCK_M + (m - m_tile * BLOCK_M)[None, :]
     base = partial_ptr + tile * (BLOCK_N * BLOCK_M) + offsets
     stride = tl.cdiv(N_padded, BLOCK_N).to(tl.int64) * m_tiles * (BLOCK_N * BLOCK_M)
     total = tl.load(base, mask=inside, other=0.0)
@@ -330,25 +476,37 @@ def sum_planes_kernel(
     tl.store(out, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+def _counters(weight: "AwqWeight", needed: int) -> torch.Tensor:
+    counters = weight.counters
+    if needed <= counters.numel():
+        return counters
+    return torch.zeros(needed, dtype=torch.int32, device=counters.device)
+
+
 def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> torch.Tensor:
     """One multiply with a given choice (benchmarks and tuning call this). Copies are of 16 bytes,
     and the compiler has to know: x's rows lie multiples of 16 elements apart. K is whole blocks.
     """
     m, k = x.shape
     assert k % BLOCK_K == 0 and x.stride(0) % 16 == 0 and x.storage_offset() % 8 == 0
+    assert launch.second_launch or launch.split_k in (1, 2, 4, 8)
+    assert not launch.second_launch or launch.block_n in (128, 256)
     n, n_padded = weight.out_features, weight.words.shape[1]
-    assert n_padded >= launch.block_n
+    grid = launch.grid(m, n_padded)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    partials = y
+    partials, counters = y, weight.counters
     if launch.split_k > 1:
         size = launch.partial_bytes(m, n_padded) // 4
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    awq_hopper_kernel[launch.grid(m, n_padded)](
+        if not launch.second_launch:
+            counters = _counters(weight, grid[0] * grid[1] * (launch.split_k - 1))
+    awq_hopper_kernel[grid](
         x,
         weight.words,
         weight.meta,
         y,
         partials,
+        counters,
         m,
         n,
         k,
@@ -357,15 +515,16 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         BLOCK_N=launch.block_n,
         BLOCK_M=launch.block_m,
         SPLIT_K=launch.split_k,
+        SECOND_LAUNCH=launch.second_launch and launch.split_k > 1,
         GROUPS=weight.groups_per_block,
         STAGES=launch.num_stages,
         SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
         CT=tl.float16 if x.dtype == torch.float16 else tl.bfloat16,
         PDL=True,
-        num_warps=launch.num_warps,
+        num_warps=8,
         launch_pdl=True,
     )
-    if launch.split_k > 1:
+    if launch.split_k > 1 and launch.second_launch:
         sum_planes(partials, y, n_padded, launch, pdl=True)
     return y
 

@@ -18,26 +18,39 @@ _LARGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """The tile of one multiply, and how many programs share its K."""
+    """The outputs and rows of a program, and how many programs share their K.
+
+    block_n counts outputs: a strip of 128, two of them (256), or with half the rows of a strip
+    that two neighbours share: one and a half (192), three and a half in two turns (448; K whole).
+    `second_launch`: a launch adds the splits, instead of the programs among themselves.
+    """
 
     block_n: int = 256
     block_m: int = 128
     split_k: int = 1
-    num_warps: int = 8
     num_stages: int = 4
+    second_launch: bool = False
 
     def grid(self, m: int, n_padded: int) -> tuple[int, int, int]:
         """Programs: tiles of rows, which share weights, then tiles of outputs, then splits."""
-        return -(-m // self.block_m), -(-n_padded // self.block_n), self.split_k
+        if self.block_n in (192, 448):
+            programs = 2 * -(-n_padded // (2 * self.block_n))
+        else:
+            programs = -(-n_padded // self.block_n)
+        return -(-m // self.block_m), programs, self.split_k
 
     def partial_bytes(self, m: int, n_padded: int) -> int:
-        """Bytes of the fp32 sums that programs with a share of K leave for a second launch."""
+        """Bytes of the fp32 sums that programs with a share of K leave for others."""
         tiles_m, tiles_n, split = self.grid(m, n_padded)
-        return 4 * tiles_m * self.block_m * tiles_n * self.block_n * split if split > 1 else 0
+        planes = split if self.second_launch and split > 1 else split - 1
+        return 4 * tiles_m * self.block_m * tiles_n * self.block_n * planes
 
 
 # Tiles, and the microseconds of one of their steps of 128 inputs (H200, every multiprocessor busy).
-_FORMS = ((HopperLaunch(), 1.72), (HopperLaunch(block_n=128, num_stages=5), 1.03))
+_FORMS = (
+    (HopperLaunch(second_launch=True), 1.72),
+    (HopperLaunch(block_n=128, num_stages=5, second_launch=True), 1.03),
+)
 # Microseconds: filling the pipeline and writing the product; the second launch that adds
 # partials, and each MB of them.
 _START, _SUM, _SUM_MB = 1.5, 2.0, 0.6

@@ -91,22 +91,24 @@ def test_a_nan_row_stays_alone() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "n_padded", "launch"),
     [
-        (130, 600, 640, HopperLaunch(256, 128, 3)),
-        (70, 200, 256, HopperLaunch(128, 64, 2)),
+        (130, 600, 640, HopperLaunch(256, split_k=3, second_launch=True)),
+        (70, 200, 256, HopperLaunch(128, block_m=64, split_k=2, second_launch=True)),
     ],
 )
 def test_partials_are_summed_where_they_belong(
     m: int, n: int, n_padded: int, launch: HopperLaunch
 ) -> None:
-    """The last tile begins where it ends with the weights: it repeats outputs of the one before."""
+    """The last tile may reach past the end of the weights: it repeats their last outputs."""
     n_tiles, m_tiles = -(-n_padded // launch.block_n), -(-m // launch.block_m)
     parts = torch.randn(launch.split_k, m_tiles * launch.block_m, n_padded)
-    partials = torch.empty(launch.split_k, n_tiles, m_tiles, launch.block_n, launch.block_m)
+    partials = torch.full(
+        (launch.split_k, n_tiles, m_tiles, launch.block_n, launch.block_m), float("nan")
+    )
     for tile in range(n_tiles):
-        first = min(tile * launch.block_n, n_padded - launch.block_n)
+        first = tile * launch.block_n
         columns = parts[:, :, first : first + launch.block_n].transpose(1, 2)
-        split = columns.reshape(launch.split_k, launch.block_n, m_tiles, launch.block_m)
-        partials[:, tile] = split.transpose(1, 2)
+        split = columns.reshape(launch.split_k, -1, m_tiles, launch.block_m)
+        partials[:, tile, :, : split.shape[1]] = split.transpose(1, 2)
     y = torch.empty(m, n)
     sum_planes(partials, y, n_padded, launch, pdl=False)
     expected = parts[0]
@@ -225,12 +227,14 @@ def test_device_rows_are_independent_of_the_batch(n: int, k: int, group: int) ->
 
 HOPPER = (
     HopperLaunch(),
-    HopperLaunch(split_k=3),
+    HopperLaunch(split_k=3, second_launch=True),
+    HopperLaunch(split_k=4),
     HopperLaunch(split_k=8),
-    HopperLaunch(block_n=128, block_m=64, num_warps=4, split_k=2),
-    HopperLaunch(block_m=64, split_k=2, num_stages=5),
     HopperLaunch(block_n=128, num_stages=5),
-    HopperLaunch(block_n=128, num_stages=5, split_k=4),
+    HopperLaunch(block_n=128, num_stages=5, split_k=2),
+    HopperLaunch(block_n=192),
+    HopperLaunch(block_n=192, split_k=2),
+    HopperLaunch(block_n=448),
 )
 
 
