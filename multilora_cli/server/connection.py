@@ -6,6 +6,7 @@ connections between requests are uvicorn's own keep-alive timer.
 
 import asyncio
 import sys
+import uuid
 from collections import Counter
 from typing import Any
 
@@ -18,8 +19,6 @@ from uvicorn.server import ServerState
 from multilora_cli.errors import RequestError
 from multilora_cli.server.config import ServerLimits, is_loopback
 from multilora_cli.server.contract import error_body, unavailable
-from multilora_cli.server.fresh import fresh_id
-from multilora_cli.server.joined_writes import JoinedWrites
 
 CONNECTION = "connection"  # in the state of an ASGI scope
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Headers Too Large", 503: "Busy"}
@@ -57,8 +56,7 @@ class GuardedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """asyncio: refuse what is over a cap, else start the header deadline."""
-        self._joined = JoinedWrites(transport, self.loop)
-        super().connection_made(self._joined)
+        super().connection_made(transport)
         address = self.client[0] if self.client else ""  # a unix socket has none
         self._counted = address
         self.addresses[address] += 1
@@ -97,7 +95,7 @@ class GuardedConnection(H11Protocol):
 
     def body(self) -> "ChunkedBody":
         """The body of a reply whose headers were sent, without a length."""
-        return ChunkedBody(self._joined, self.flow, self.conn.their_http_version == b"1.1")
+        return ChunkedBody(self.transport, self.flow, self.conn.their_http_version == b"1.1")
 
     def _watch_header(self) -> None:
         between = self.cycle is None or self.cycle.response_complete
@@ -130,7 +128,7 @@ class GuardedConnection(H11Protocol):
             head = (
                 f"HTTP/1.1 {error.status} {_PHRASES.get(error.status, 'Error')}\r\n"
                 f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-                f"x-request-id: {fresh_id()}\r\nconnection: close\r\n\r\n"
+                f"x-request-id: {uuid.uuid4().hex}\r\nconnection: close\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
@@ -142,7 +140,7 @@ class ChunkedBody:
     They cost 25 us a piece, half of what a streamed token costs altogether.
     """
 
-    def __init__(self, transport: JoinedWrites, flow: FlowControl, framed: bool) -> None:
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, framed: bool) -> None:
         self._transport = transport
         self._flow = flow
         self._framed = framed  # HTTP/1.0 has no chunks: the end of the connection ends the body
@@ -155,8 +153,7 @@ class ChunkedBody:
     def write(self, data: bytes) -> None:
         """Send `data`, unless the client is gone; nothing for no data, which would end the body."""
         if data and not self._transport.is_closing():
-            framed = b"%x\r\n%b\r\n" % (len(data), data) if self._framed else data
-            self._transport.write_at_once(framed)
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._framed else data)
 
     async def drain(self) -> None:
         """Until the client has read on."""

@@ -3,6 +3,7 @@
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -19,7 +20,6 @@ from multilora_cli.server.contract import (
     error_headers,
     internal_error,
 )
-from multilora_cli.server.fresh import fresh_id
 from multilora_cli.server.ticket import ClientGone
 
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _request_id(scope: Scope) -> bytes:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return bytes(value)
-    return fresh_id().encode()
+    return uuid.uuid4().hex.encode()
 
 
 def _host_name(value: bytes) -> str | None:

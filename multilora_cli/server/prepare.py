@@ -1,5 +1,6 @@
 """Checked bodies to jobs: templates, token ids, lengths. What is not quick runs in threads."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from multilora_cli.server.auth import Caller
 from multilora_cli.server.bodies import ChatBody, CompletionBody, Generate, Message, TokenizeBody
 from multilora_cli.server.choice import TextRules
 from multilora_cli.server.config import ServerConfig
-from multilora_cli.server.fresh import fresh_seed
 from multilora_cli.server.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     check_ids,
@@ -190,7 +190,7 @@ class Texts:
                 room=room,
                 vocab_size=self.config.vocab_size,
                 eos_ids=self.eos_ids,
-                seed=fresh_seed(),  # drawn for each prompt, unless the request has one
+                seed=secrets.randbits(63),  # drawn for each prompt, unless the request has one
             )
             submits.append(
                 Submit(

@@ -1,13 +1,13 @@
 """Replies and chunks in OpenAI's shapes."""
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from multilora_cli.engine.messages import AdapterRef, TokenLogprobs
 from multilora_cli.server.choice import Ending, Usage
-from multilora_cli.server.fresh import fresh_id
 from multilora_cli.text.pieces import PieceTable
 
 MIN_LOGPROB = -9999.0  # JSON has no -Infinity
@@ -29,7 +29,7 @@ class Frame:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", self.id or _PREFIXES[self.kind] + fresh_id())
+        object.__setattr__(self, "id", self.id or _PREFIXES[self.kind] + uuid.uuid4().hex)
 
     @property
     def headers(self) -> dict[str, str]:
