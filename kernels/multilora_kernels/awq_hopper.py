@@ -298,44 +298,51 @@ def _meet(acc, second_acc, partial_ptr, counter_ptr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _finish(
-    acc, second_acc, y_ptr, partial_ptr, counter_ptr, strip, second_strip, first_m, flip, M, N,
-    PARTS: gl.constexpr, SPLIT_K: gl.constexpr, SECOND_LAUNCH: gl.constexpr,
-):  # fmt: skip
-    """Sums to y; beside it where a second launch adds the splits."""
-    SUMS: gl.constexpr = 128 * (acc.shape[1] + (PARTS - 1) * second_acc.shape[1])
+def add_splits(
+    acc, second_acc, partial_ptr, counter_ptr, PARTS: gl.constexpr, SPLIT_K: gl.constexpr
+):
+    """Add the sums of the programs along grid axis 2, two by two; returns (sums, second sums,
+    whether they are everybody's). PARTS 1: there are no second sums.
+
+    partial_ptr  fp32, SPLIT_K - 1 times a program's sums for every tile along axes 0 and 1
+    counter_ptr  int32, SPLIT_K - 1 for every tile, zero before and after
+    """
+    SUMS: gl.constexpr = acc.numel + (PARTS - 1) * second_acc.numel
     tile = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    if SECOND_LAUNCH:
-        tiles = gl.num_programs(1) * gl.num_programs(0)
-        partial_ptr += (gl.program_id(2) * tiles + tile) * SUMS
-        gl.store(_partials(partial_ptr, acc), acc)
-        if PARTS == 2:
-            gl.store(_partials(partial_ptr + 128 * acc.shape[1], second_acc), second_acc)
-    else:
-        partial_ptr += tile * ((SPLIT_K - 1) * SUMS)
-        counter_ptr += tile * (SPLIT_K - 1)
-        whole = True
-        if SPLIT_K >= 2:
-            pair = gl.program_id(2) // 2
+    partial_ptr += tile * ((SPLIT_K - 1) * SUMS)
+    counter_ptr += tile * (SPLIT_K - 1)
+    split = gl.program_id(2)
+    whole = split >= 0
+    if SPLIT_K >= 2:
+        pair = split // 2
+        acc, second_acc, whole = _meet(
+            acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
+        )
+    if SPLIT_K >= 4:  # noqa: SIM102 - the compiler's, then the program's
+        if whole:
+            pair = SPLIT_K // 2 + split // 4
             acc, second_acc, whole = _meet(
                 acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
             )
-        if SPLIT_K >= 4:  # noqa: SIM102 - the compiler's, then the program's
-            if whole:
-                pair = SPLIT_K // 2 + gl.program_id(2) // 4
-                acc, second_acc, whole = _meet(
-                    acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
-                )
-        if SPLIT_K >= 8:  # noqa: SIM102 - the compiler's, then the program's
-            if whole:
-                pair = SPLIT_K // 2 + SPLIT_K // 4
-                acc, second_acc, whole = _meet(
-                    acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
-                )
+    if SPLIT_K >= 8:  # noqa: SIM102 - the compiler's, then the program's
         if whole:
-            _store(acc, y_ptr, strip, first_m, flip, M, N)
-            if PARTS == 2:
-                _store(second_acc, y_ptr, second_strip, first_m, flip, M, N)
+            pair = SPLIT_K // 2 + SPLIT_K // 4
+            acc, second_acc, whole = _meet(
+                acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
+            )
+    return acc, second_acc, whole
+
+
+@gluon.jit
+def _leave(acc, second_acc, partial_ptr, PARTS: gl.constexpr):
+    """A program's sums beside y, where a second launch adds the splits."""
+    tiles = gl.num_programs(1) * gl.num_programs(0)
+    tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    plane = (gl.program_id(2) * tiles + tile).to(gl.int64)
+    partial_ptr += plane * (acc.numel + (PARTS - 1) * second_acc.numel)
+    gl.store(_partials(partial_ptr, acc), acc)
+    if PARTS == 2:
+        gl.store(_partials(partial_ptr + acc.numel, second_acc), second_acc)
 
 
 @gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
@@ -435,10 +442,16 @@ def awq_hopper_kernel(
     else:
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-        _finish(
-            acc, second_acc, y_ptr, partial_ptr, counter_ptr, strip, second_strip, first_m, flip,
-            M, N, PARTS, SPLIT_K, SECOND_LAUNCH,
-        )  # fmt: skip
+        if SECOND_LAUNCH:
+            _leave(acc, second_acc, partial_ptr, PARTS)
+        else:
+            acc, second_acc, whole = add_splits(
+                acc, second_acc, partial_ptr, counter_ptr, PARTS, SPLIT_K
+            )
+            if whole:
+                _store(acc, y_ptr, strip, first_m, flip, M, N)
+                if PARTS == 2:
+                    _store(second_acc, y_ptr, second_strip, first_m, flip, M, N)
 
 
 @triton.jit(do_not_specialize=["M"])
