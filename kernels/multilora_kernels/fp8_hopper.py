@@ -1,4 +1,4 @@
-"""FP8 weights with scales by blocks of 128 x 128 times more than a decode step's few rows, on Hopper.
+"""FP8 weights, scales by blocks of 128 x 128, times more than a decode step's few rows on Hopper.
 
     y[m, n] = sum_b sx[m, b] * sw[n / 128, b] * sum_{k in block b} xq[m, k] * wq[n, k]
 

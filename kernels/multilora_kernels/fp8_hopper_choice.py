@@ -34,6 +34,8 @@ _FORMS = (
 )
 # Microseconds: filling the pipeline and writing the product; one exchange of sums.
 _START, _EXCHANGE = 2.0, 3.0
+# More rows are tiles enough.
+_MAX_SPLIT_ROWS = 512
 
 
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
@@ -41,6 +43,9 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> Fp8HopperLaunch | None:
     """Launch of x [m, k] times weights [n, k]; None where it does not run."""
     if chip.sm != 90 or k % BLOCK_K:
         return None
+    if m > _MAX_SPLIT_ROWS:
+        return Fp8HopperLaunch()
+    m = 1 << (m - 1).bit_length()  # few classes of sizes: what is launched is compiled at the start
 
     def cost(choice: tuple[Fp8HopperLaunch, float]) -> float:
         launch, step_us = choice
