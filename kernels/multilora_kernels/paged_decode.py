@@ -3,15 +3,19 @@
     out[i] = softmax(scale * q[i] . K_i[lo:n]) V_i[lo:n]    n = seq_lens[i], lo = max(0, n - window)
 
 q, out [B, Hq, D] (bf16, fp16, fp32), pages and page table as in `paged_attention`; out is written
-in place. A program handles the query heads of one KV head of one sequence, over some consecutive
-splits of its context. Where the splits lie depends on the sequence's own length only. How many of
-them a program takes depends on all lengths, read on the device, so that the launch makes about one
-wave of programs; a sequence whose splits went to several programs leaves partial results, which
-the program that arrives last adds up.
+in place. A program handles the query heads of one KV head of one sequence, over consecutive splits
+of its context (`decode_plan`); each of its warps takes a page of 16 tokens at a time and keeps a
+running softmax of its own, so that warps meet at the end of a split alone. A sequence of one split
+is then finished; splits of a longer one are left in memory, and the program that arrives last adds
+them up.
 
-A row's bits depend on neither: splits are always added from the first to the last, and the running
-maximum is rounded up to an integer power of two, so that rescaling is exact and it does not matter
-where it happens. The grid depends on shapes alone: a captured graph replays for any lengths.
+A row's bits do not depend on the batch: where splits lie depends on its own length only, they are
+always added from the first to the last, and the running maximum is rounded up to an integer power
+of two, so that rescaling is exact. The grid depends on shapes alone: a captured graph replays for
+any lengths.
+
+On sm_90 and newer a program reads lengths and page ids while the kernel in front of it still runs:
+they must have been written before that one started. Queries, keys and values are read behind it.
 """
 
 from functools import lru_cache
@@ -23,6 +27,7 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.attention_batch import AttentionBatch
+from multilora_kernels.decode_plan import further_program, shares, span
 from multilora_kernels.kv_pages import (
     KvLayer,
     compute_type,
@@ -38,13 +43,20 @@ MAX_COUNTERS = 1 << 18
 
 
 @triton.jit
+def _page_ids(table_ptr, start, end, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pages of the tile [start, start + BLOCK_N); entries past the context are not read."""
+    first = start // TOKENS + tl.arange(0, BLOCK_N // TOKENS)
+    return tl.load(table_ptr + first, mask=first * TOKENS < end, other=0)
+
+
+@triton.jit
 def _attend_tile(
     q,
     acc,
-    total,
+    sums,
     top,
     head_ptr,
-    table_ptr,
+    pages,
     start,
     end,
     low,
@@ -58,44 +70,71 @@ def _attend_tile(
     WINDOWED: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """One tile of keys [start, start + BLOCK_N) into the running softmax."""
+    """One tile of keys [start, start + BLOCK_N) into the running softmax of each warp.
+
+    A warp takes a page, q [warps, D, G], acc [warps, D, G], sums [warps, TOKENS, G] (of its page's
+    tokens, added up at the end of a split) and top [warps, G].
+    """
     d = tl.arange(0, BLOCK_D)
-    n = start + tl.arange(0, BLOCK_N)
+    i = tl.arange(0, TOKENS)
+    n = start + tl.arange(0, BLOCK_N // TOKENS)[:, None] * TOKENS + i[None, :]
     seen = n < end
-    page = tl.load(table_ptr + n // TOKENS, mask=seen, other=0).to(tl.int64)
     if WINDOWED:
         seen &= n >= low
-    at = (page * page_elements + (n % TOKENS) * HEAD_DIM)[:, None] + d[None, :]
+    page = (pages.to(tl.int64) * page_elements)[:, None, None]
     # Masked to zero on load: what lies past the context may be NaN, and 0 * NaN is NaN.
-    mask = seen[:, None] & (d < HEAD_DIM)[None, :]
-    k = tl.load(head_ptr + at, mask=mask, other=0.0)
-    v = tl.load(head_ptr + VALUES + at, mask=mask, other=0.0)
-    score = tl.dot(q, tl.trans(widen_kv(k, COMPUTE)), input_precision="ieee") * scale_log2
-    score = tl.where(seen[None, :], score, float("-inf"))
+    k_at = page + (i * HEAD_DIM)[None, :, None] + d[None, None, :]
+    k_mask = seen[:, :, None] & (d < HEAD_DIM)[None, None, :]
+    k = tl.load(head_ptr + k_at, mask=k_mask, other=0.0)
+    score = tl.dot(widen_kv(k, COMPUTE), q, input_precision="ieee") * scale_log2
+    score = tl.where(seen[:, :, None], score, float("-inf"))
     # An integer: exp2 of a difference of two is exact, and so is every product with it.
     new_top = tl.maximum(top, tl.ceil(tl.max(score, 1)))
-    p = tl.exp2(score - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(COMPUTE), widen_kv(v, COMPUTE), acc * shrink[:, None], input_precision="ieee")
-    return acc, total, new_top
+    p = tl.exp2(score - new_top[:, None, :])
+    shrink = tl.exp2(top - new_top)[:, None, :]
+    v_at = page + d[None, :, None] + (i * HEAD_DIM)[None, None, :]
+    v_mask = seen[:, None, :] & (d < HEAD_DIM)[None, :, None]
+    v = tl.load(head_ptr + VALUES + v_at, mask=v_mask, other=0.0)
+    acc = tl.dot(widen_kv(v, COMPUTE), p.to(COMPUTE), acc * shrink, input_precision="ieee")
+    return acc, sums * shrink + p, new_top
 
 
 @triton.jit
-def _cut(tokens, min_split, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tokens of a split, and splits: a function of the row's length alone."""
-    share = tl.cdiv(tl.cdiv(tokens, MAX_SPLITS), BLOCK_N) * BLOCK_N
-    split_tokens = tl.maximum(share, min_split)
-    return split_tokens, tl.maximum(tl.cdiv(tokens, split_tokens), 1)
+def _sum_warps(x, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [W, ROWS, COLUMNS] summed over W in pairs: one exchange, where tl.sum takes 600 steps."""
+    if W == 1:
+        return x.reshape((ROWS, COLUMNS))
+    else:
+        pairs = tl.permute(x, (1, 2, 0)).reshape((ROWS, COLUMNS, W // 2, 2))
+        even, odd = tl.split(pairs)
+        halves = even + odd
+        if W == 2:
+            return halves.reshape((ROWS, COLUMNS))
+        elif W == 4:
+            first, second = tl.split(halves)
+            return first + second
+        else:
+            tl.static_assert(W == 8)
+            first, second = tl.split(halves.reshape((ROWS, COLUMNS, 2, 2)))
+            first, second = tl.split(first + second)
+            return first + second
 
 
 @triton.jit
-def _span(length, window, TOKENS: tl.constexpr, WINDOWED: tl.constexpr):
-    """First token that the row sees, and the start of its page."""
-    low = length * 0
-    if WINDOWED:
-        low = tl.maximum(length - window, 0)
-    return low, low // TOKENS * TOKENS
+def _merge(acc, sums, top):
+    """The running softmax of all warps: acc [G, D], total [G], top [G]."""
+    WARPS: tl.constexpr = acc.shape[0]
+    HALF: tl.constexpr = acc.shape[1] // 2
+    GROUP: tl.constexpr = acc.shape[2]
+    best = tl.max(top, 0)
+    factor = tl.exp2(top - best[None, :])
+    # One half after the other: half the registers and half the shared memory to pass through.
+    acc = (acc * factor[:, None, :]).reshape((WARPS, 2, HALF, GROUP))
+    low, high = tl.split(tl.permute(acc, (0, 2, 3, 1)))
+    low = tl.trans(_sum_warps(low, WARPS, HALF, GROUP))
+    high = tl.trans(_sum_warps(high, WARPS, HALF, GROUP))
+    acc = tl.permute(tl.join(low, high), (0, 2, 1)).reshape((GROUP, 2 * HALF))
+    return acc, tl.sum(tl.sum(sums, 1) * factor, 0), best
 
 
 @triton.jit
@@ -105,6 +144,12 @@ def _fold(acc, total, top, part, part_total, part_top):
     old, new = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
     acc = acc * old[:, None] + part * new[:, None]
     return acc, total * old + part_total * new, new_top
+
+
+@triton.jit
+def _inverse(total):
+    """1 / total; an empty row (a padding row of a captured graph) has total 0 and gives zeros."""
+    return 1.0 / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -143,42 +188,38 @@ def _combine(
                 state_ptr + MAX_SPLITS * GROUP + at, mask=used, other=0.0, cache_modifier=".cg"
             )
             acc, total, top = _fold(acc, total, top, part, part_total, part_top)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result = acc * _inverse(total)[:, None]
     at_out = g[:, None] * HEAD_DIM + d[None, :]
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(out_ptr + at_out, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _plan(
-    seq_lens_ptr,
-    window,
-    rows,
-    slots,
-    min_split,
-    NUM_KV_HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
-    """Programs per KV head of every row, for about `slots` programs in all."""
-    row = tl.arange(0, BLOCK_B)
-    length = tl.load(seq_lens_ptr + row, mask=row < rows, other=0)
-    _, first = _span(length, window, TOKENS, WINDOWED)
-    tokens = length - first
-    split_tokens, num_splits = _cut(tokens, min_split, MAX_SPLITS, BLOCK_N)
-    wanted = tl.cdiv(tl.sum(tokens.to(tl.int64), 0) * NUM_KV_HEADS, slots).to(tl.int32)
-    per_lane = tl.maximum(tl.cdiv(wanted, split_tokens), 1)
-    return tl.where(row < rows, tl.cdiv(num_splits, per_lane), 0)
+def _start_next(PDL: tl.constexpr):
+    """Wait for the kernel before this one, and let the one after it start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _empty(BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A running softmax that has seen nothing: (acc, total, top)."""
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    return acc, tl.zeros([BLOCK_G], tl.float32), tl.full([BLOCK_G], -1.0e30, tl.float32)
+def _last_to_arrive(arrived_ptr, lanes):
+    """Whether all programs of a row have stored their splits; its counter is zero again then."""
+    tl.debug_barrier()  # every thread's stores before the one thread's release
+    last = True
+    if lanes > 1:
+        last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == lanes - 1
+        if last:
+            tl.store(arrived_ptr, 0)  # ready for the next launch
+    return last
+
+
+@triton.jit
+def _empty(WARPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Running softmaxes that have seen nothing: acc, sums and top as `_attend_tile` has them."""
+    acc = tl.zeros([WARPS, BLOCK_D, BLOCK_G], tl.float32)
+    sums = tl.zeros([WARPS, TOKENS, BLOCK_G], tl.float32)
+    return acc, sums, tl.full([WARPS, BLOCK_G], -1.0e30, tl.float32)
 
 
 @triton.jit
@@ -206,81 +247,87 @@ def _store_part(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["window", "rows", "slots", "min_split"])
+@triton.jit(do_not_specialize=["stride_table", "window", "rows", "sharers", "min_split"])
 def decode_kernel(
     q_ptr, pages_ptr, out_ptr, partial_ptr, state_ptr, arrived_ptr, seq_lens_ptr, page_table_ptr,
     stride_qt, stride_table, page_elements, layer_start, scale_log2, window,
-    rows, slots, min_split,
+    rows, sharers, min_split,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    lanes_of = _plan(
-        seq_lens_ptr, window, rows, slots, min_split,
-        NUM_KV_HEADS, TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
-    )
-    lane_end = tl.cumsum(lanes_of, 0)
-    g = tl.arange(0, BLOCK_G)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    in_head, q_mask = g * HEAD_DIM + d, (g < GROUP) & (d < HEAD_DIM)
-    # Nearly always one turn: the grid has a program per item unless lengths differ widely.
-    num_items = tl.sum(lanes_of, 0) * NUM_KV_HEADS
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
-        head = item % NUM_KV_HEADS
-        place = item // NUM_KV_HEADS
-        passed = lane_end <= place
-        row = tl.sum(passed.to(tl.int32), 0).to(tl.int64)
-        lane = place - tl.sum(tl.where(passed, lanes_of, 0), 0)
-        lanes = tl.sum(tl.where(tl.arange(0, BLOCK_B) == row, lanes_of, 0), 0)
+    VALUES: tl.constexpr = NUM_KV_HEADS * TOKENS * HEAD_DIM
+    WARPS: tl.constexpr = BLOCK_N // TOKENS
+    head = tl.program_id(0) % NUM_KV_HEADS
+    row, lane = tl.program_id(0) // NUM_KV_HEADS, 0
+    if row >= rows:  # behind the first programs of all rows come those that share the long ones
+        row, lane = further_program(
+            row - rows, seq_lens_ptr, window, rows, sharers, min_split,
+            TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
+        )
+    if row < rows:
         length = tl.load(seq_lens_ptr + row)
-        low, first = _span(length, window, TOKENS, WINDOWED)
-        split_tokens, num_splits = _cut(length - first, min_split, MAX_SPLITS, BLOCK_N)
-        per_lane = tl.cdiv(num_splits, lanes)
-        begin = first + lane * per_lane * split_tokens
+        low, first = span(length, window, TOKENS, WINDOWED)
+        split_tokens, num_splits, lanes, per_lane = shares(
+            length - first, seq_lens_ptr, window, rows, sharers, min_split,
+            TOKENS, BLOCK_B, BLOCK_N, MAX_SPLITS, WINDOWED,
+        )
+        split = lane * per_lane
+        begin = first + split * split_tokens
         end = tl.minimum(begin + per_lane * split_tokens, length)
 
-        row_head = row * NUM_KV_HEADS + head
+        wide_row = row.to(tl.int64)
+        table_ptr = page_table_ptr + wide_row * stride_table
+        head_ptr = pages_ptr + layer_start + head * (TOKENS * HEAD_DIM)
+        pages = _page_ids(table_ptr, begin, end, TOKENS, BLOCK_N)
+        _start_next(PDL)
+
+        g = tl.arange(0, BLOCK_G)[:, None]
+        d = tl.arange(0, BLOCK_D)[None, :]
+        in_head, q_mask = g * HEAD_DIM + d, (g < GROUP) & (d < HEAD_DIM)
+        row_head = wide_row * NUM_KV_HEADS + head
         part_ptr = partial_ptr + row_head * (MAX_SPLITS * GROUP * HEAD_DIM)
         head_state_ptr = state_ptr + row_head * (2 * MAX_SPLITS * GROUP)
         head_out_ptr = out_ptr + row_head * (GROUP * HEAD_DIM)
-        q_at = q_ptr + row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
+        q_at = q_ptr + wide_row * stride_qt + head * (GROUP * HEAD_DIM) + in_head
         q = query_as(tl.load(q_at, mask=q_mask, other=0.0), COMPUTE)
-        acc, total, top = _empty(BLOCK_G, BLOCK_D)
-        part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
-        # One loop over the tiles of all its splits: loads run ahead across the end of a split.
-        for start in range(begin, end, BLOCK_N):
-            part, part_total, part_top = _attend_tile(
-                q, part, part_total, part_top,
-                pages_ptr + layer_start + head * (TOKENS * HEAD_DIM),
-                page_table_ptr + row * stride_table, start, end, low, page_elements, scale_log2,
-                HEAD_DIM, BLOCK_D, NUM_KV_HEADS * TOKENS * HEAD_DIM, TOKENS, BLOCK_N, WINDOWED,
-                COMPUTE,
+        q = tl.broadcast_to(tl.trans(q)[None, :, :], (WARPS, BLOCK_D, BLOCK_G))
+        acc, sums, top = _empty(WARPS, TOKENS, BLOCK_G, BLOCK_D)
+        split_end = begin + split_tokens
+        # One loop over the tiles of all its splits: loads run ahead across the end of a split. An
+        # empty row (a padding row of a captured graph) takes one turn that sees nothing.
+        for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
+            tile_pages = pages
+            pages = _page_ids(table_ptr, start + BLOCK_N, end, TOKENS, BLOCK_N)
+            acc, sums, top = _attend_tile(
+                q, acc, sums, top, head_ptr, tile_pages, start, end, low, page_elements,
+                scale_log2, HEAD_DIM, BLOCK_D, VALUES, TOKENS, BLOCK_N, WINDOWED, COMPUTE,
             )
-            after = start + BLOCK_N - first
-            if (after % split_tokens == 0) | (start + BLOCK_N >= end):
-                if lanes > 1:
+            if start + BLOCK_N >= tl.minimum(split_end, end):
+                part, total, part_top = _merge(acc, sums, top)
+                if num_splits == 1:
+                    result = (part * _inverse(total)[:, None]).to(out_ptr.dtype.element_ty)
+                    tl.store(head_out_ptr + in_head, result, mask=q_mask)
+                else:
                     _store_part(
-                        part_ptr, head_state_ptr, (after - 1) // split_tokens, part, part_total,
-                        part_top, GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+                        part_ptr, head_state_ptr, split, part, total, part_top,
+                        GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MAX_SPLITS,
                     )
-                acc, total, top = _fold(acc, total, top, part, part_total, part_top)
-                part, part_total, part_top = _empty(BLOCK_G, BLOCK_D)
+                acc, sums, top = _empty(WARPS, TOKENS, BLOCK_G, BLOCK_D)
+                split += 1
+                split_end += split_tokens
 
-        if lanes == 1:
-            # An empty row (a padding row of a captured graph) has total 0 and gives zeros.
-            result = acc / tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(head_out_ptr + in_head, result.to(out_ptr.dtype.element_ty), mask=q_mask)
-        else:
-            tl.debug_barrier()  # every thread's stores before the one thread's release
-            if tl.atomic_add(arrived_ptr + row_head, 1, sem="acq_rel") == lanes - 1:
-                tl.store(arrived_ptr + row_head, 0)  # ready for the next launch
-                _combine(
-                    head_out_ptr, part_ptr, head_state_ptr, num_splits,
-                    BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
-                )
+        last = False
+        if num_splits > 1:
+            last = _last_to_arrive(arrived_ptr + row_head, lanes)
+        if last:
+            _combine(
+                head_out_ptr, part_ptr, head_state_ptr, num_splits,
+                BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
+            )
+    else:
+        _start_next(PDL)
 # fmt: on
 
 
@@ -290,23 +337,27 @@ def decode_key(head_dim: int, group: int, itemsize: int) -> str:
 
 
 def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[str, int]:
-    """Tiles and splits; never a function of the batch, or a row's bits would depend on it."""
+    """Tiles and splits; never a function of the batch, or a row's bits would depend on it.
+
+    BLOCK_N / 16 warps take a tile of BLOCK_N tokens. A split has `min_split` tokens, more where
+    there would be over MAX_SPLITS of them; `slots` programs beyond the first of every row and KV
+    head share the splits of long rows.
+    """
     tuned = tuned_table(chip, "paged_decode").get(decode_key(head_dim, group, itemsize))
     if tuned is not None:
         return dict(tuned)
-    token_bytes = 2 * next_power_of_2(head_dim) * itemsize
-    # Two tiles of K and V in flight (five stages: page ids are loaded ahead of them) take 2.4 to
-    # 2.8 tiles of shared memory; two programs to a multiprocessor hide each other's latency.
-    fits = int(chip.shared_bytes / (2 * 2.9 * token_bytes))
-    block_n = max(16, min(64, 1 << max(0, fits.bit_length() - 1)))
-    programs = int(chip.shared_bytes / (2.9 * block_n * token_bytes))
+    # Two tiles of K and V in flight, and a half of every warp's sums, which meet at a split's end.
+    block_d, group = next_power_of_2(head_dim), max(8, next_power_of_2(group))
+    token_bytes = block_d * (4 * itemsize + group // 8)
+    # Two programs to a multiprocessor: they hide each other's latency, and batches of powers of two
+    # fill whole waves.
+    fits = chip.shared_bytes // (2 * token_bytes)
     return {
-        "BLOCK_N": block_n,
-        "min_split": 128,
+        "BLOCK_N": max(16, min(64, 1 << max(0, fits.bit_length() - 1))),
+        "min_split": 256,
         "MAX_SPLITS": 32,
-        "slots": max(1, min(3, programs)) * chip.num_sms,
-        "num_warps": 4,
-        "num_stages": 5,
+        "slots": 2 * chip.num_sms,
+        "num_stages": 3,
     }
 
 
@@ -337,13 +388,14 @@ def paged_decode(
         choice = decode_choice(chip, head_dim, group, kv.dtype.itemsize)
     choice = dict(choice)
     pdl = chip_for(q.device).has_pdl
-    slots, min_split = choice.pop("slots"), choice.pop("min_split")
-    max_splits = choice["MAX_SPLITS"]
+    min_split, max_splits = choice.pop("min_split"), choice["MAX_SPLITS"]
+    # Programs beside the first of each row and head, which share the rows of several splits.
+    sharers = max(1, choice.pop("slots") // kv.num_kv_heads)
     assert min_split % choice["BLOCK_N"] == 0, "a split is whole tiles"
     shape = (rows, kv.num_kv_heads, max_splits, group)
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     state = torch.empty(2, *shape, dtype=torch.float32, device=q.device)
-    decode_kernel[(max(slots, rows * kv.num_kv_heads),)](
+    decode_kernel[((rows + sharers) * kv.num_kv_heads,)](
         q,
         kv.elements,
         out,
@@ -359,19 +411,20 @@ def paged_decode(
         scale * 1.4426950408889634,
         sliding_window or 0,
         rows,
-        slots,
+        sharers,
         min_split,
         NUM_KV_HEADS=kv.num_kv_heads,
         GROUP=group,
         BLOCK_B=max(256, next_power_of_2(rows)),
         BLOCK_C=next_power_of_2(group),
-        BLOCK_G=max(16, next_power_of_2(group)),
+        BLOCK_G=max(8, next_power_of_2(group)),
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
         COMPUTE=compute_type(q.dtype, kv.dtype),
         PDL=pdl,
+        num_warps=choice["BLOCK_N"] // TOKENS_PER_PAGE,
         launch_pdl=pdl,
         **choice,
     )

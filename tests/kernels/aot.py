@@ -102,12 +102,18 @@ def assert_waits_first(
     constexprs: Mapping[str, Any],
     num_warps: int = 4,
     num_stages: int = 2,
+    *,
+    reads_before: bool = False,
 ) -> None:
-    """Compiled for an H200 and started early, it touches no memory before its wait."""
+    """Compiled for an H200 and started early, it touches no memory before its wait.
+
+    `reads_before`: but may read words that no kernel right before it writes.
+    """
     constexprs = {**constexprs, "PDL": True}
     compiled = compiled_for(kernel, signature, constexprs, 90, num_warps, num_stages)
     before, wait, _ = compiled.asm["ptx"].partition("griddepcontrol.wait")
-    early = [
-        word for word in ("ld.global", "st.global", "cp.async", "launch_dep") if word in before
-    ]
+    words = ["st.global", "cp.async", "launch_dep", "atom."]
+    if not reads_before:
+        words.append("ld.global")
+    early = [word for word in words if word in before]
     assert wait and not early, f"before its wait: {early}"

@@ -1,13 +1,21 @@
 """Attention compiled for the cards that are not here, within their shared memory."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from multilora_kernels.kv_pages import FP8, compute_type
-from multilora_kernels.launch import Chip
+from multilora_kernels.launch import H200, Chip
 from multilora_kernels.paged_decode import decode_choice, decode_kernel
 from multilora_kernels.paged_prefill import prefill_choice, prefill_kernel
-from tests.kernels.aot import ARCHITECTURES, assert_fits, assert_waits_first
+from tests.kernels.aot import (
+    ARCHITECTURES,
+    assert_fits,
+    assert_waits_first,
+    compiled_for,
+    registers_and_spills,
+)
 
 # (head_dim, query heads per KV head, dtype of queries, sliding window)
 SHAPES = [
@@ -53,7 +61,10 @@ def fp8_pages(sm: int) -> str:
     return "*fp8e4nv" if Chip("", sm, 1).has_fp8 else "*u8"
 
 
-def compile_decode(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool) -> None:
+def decode_build(
+    shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool
+) -> tuple[dict[str, str], dict[str, object], int, int]:
+    """Signature, constants, warps and stages of decode as `sm` would launch it."""
     head_dim, group, dtype, _ = shape
     pages = fp8_pages(sm) if fp8 else f"*{NAMES[dtype]}"
     signature = types_of(
@@ -62,22 +73,28 @@ def compile_decode(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool
         f"pages_ptr:{pages}"
         " partial_ptr:*fp32 state_ptr:*fp32 arrived_ptr:*i32 seq_lens_ptr:*i32 page_table_ptr:*i32"
         " stride_qt:i32:16 stride_table:i32 page_elements:i32:16 layer_start:i32:16 scale_log2:fp32"
-        " window:i32 rows:i32 slots:i32 min_split:i32",
+        " window:i32 rows:i32 sharers:i32 min_split:i32",
     )
-    choice = decode_choice(Chip("", sm, 128), head_dim, group, 1 if fp8 else dtype.itemsize)
-    warps, stages = choice.pop("num_warps"), choice.pop("num_stages")
+    chip = H200 if sm == 90 else Chip("", sm, 128)
+    choice = decode_choice(chip, head_dim, group, 1 if fp8 else dtype.itemsize)
+    warps, stages = choice["BLOCK_N"] // 16, choice.pop("num_stages")
     del choice["slots"], choice["min_split"]
     constants = {
         **common(*shape, fp8),
-        "BLOCK_G": max(16, power_of_2(group)),
+        "BLOCK_G": max(8, power_of_2(group)),
         "BLOCK_B": 256,
         "BLOCK_C": power_of_2(group),
         "PDL": sm >= 90,
         **choice,
     }
+    return signature, constants, warps, stages
+
+
+def compile_decode(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool) -> None:
+    signature, constants, warps, stages = decode_build(shape, sm, fp8)
     assert_fits(decode_kernel, signature, constants, sm, warps, stages)
     if sm == 90:
-        assert_waits_first(decode_kernel, signature, constants, warps, stages)
+        assert_waits_first(decode_kernel, signature, constants, warps, stages, reads_before=True)
 
 
 def compile_prefill(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: bool) -> None:
@@ -100,6 +117,18 @@ def compile_prefill(shape: tuple[int, int, torch.dtype, bool], sm: int, fp8: boo
 @pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)
 def test_decode_compiles(shape: tuple[int, int, torch.dtype, bool], sm: int) -> None:
     compile_decode(shape, sm, fp8=False)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_decode_keeps_tiles_in_flight(fp8: bool, tmp_path: Path) -> None:
+    """On an H200: tiles of K and V are loaded asynchronously, two programs fit, nothing spills."""
+    signature, constants, warps, stages = decode_build(SHAPES[0], 90, fp8)
+    compiled = compiled_for(decode_kernel, signature, constants, 90, warps, stages)
+    tile_bytes = 2 * int(str(constants["BLOCK_N"])) * 128 * (1 if fp8 else 2)
+    shared = int(compiled.metadata.shared)
+    assert (stages - 1) * tile_bytes < shared <= H200.shared_bytes // 2
+    registers, spilled = registers_and_spills(compiled, tmp_path)
+    assert registers * 32 * warps * 2 <= 65_536 and spilled == 0
 
 
 @pytest.mark.parametrize(("shape", "sm"), CASES, ids=str)

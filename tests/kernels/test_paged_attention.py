@@ -21,7 +21,6 @@ CHOICE = {
     "min_split": 32,
     "MAX_SPLITS": 8,
     "slots": 16,
-    "num_warps": 4,
     "num_stages": 2,
 }
 # Windows in fp32, the other dtypes without and with one: the interpreter is slow.
@@ -41,10 +40,10 @@ def run(case: AttentionCase, window: int | None = None) -> torch.Tensor:
     return paged_attention(case.q, case.kv, case.batch, case.scale, window)
 
 
-def run_decode(case: AttentionCase, window: int | None = None, slots: int = 16) -> torch.Tensor:
+def run_decode(case: AttentionCase, window: int | None = None, **fields: int) -> torch.Tensor:
     out = torch.full_like(case.q, float("nan"))
     arguments = (case.q, case.kv, case.batch, case.scale)
-    paged_decode(*arguments, window, out, {**CHOICE, "slots": slots})
+    paged_decode(*arguments, window, out, {**CHOICE, **fields})
     return out
 
 
@@ -65,7 +64,19 @@ def test_decode_interpreted(dtype: torch.dtype, window: int | None) -> None:
 @pytest.mark.parametrize(("heads", "head_dim"), HEADS, ids=str)
 def test_decode_head_shapes_interpreted(heads: tuple[int, int], head_dim: int) -> None:
     case = attention_case([(1, 21), (1, 70)], heads=heads, head_dim=head_dim)
-    check(case, run_decode(case))
+    check(case, run_decode(case, BLOCK_N=32))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+@pytest.mark.parametrize("window", [None, 37])
+def test_decode_warps_interpreted(warps: int, window: int | None) -> None:
+    """A page to each warp: tiles with pages that nobody sees, rows without a token among others."""
+    case = attention_case([(1, n) for n in (1, 0, 33, 150)])
+    fields = {"BLOCK_N": 16 * warps, "min_split": max(32, 16 * warps)}
+    together = run_decode(case, window, **fields)
+    check(case, together, window)
+    assert torch.equal(run_decode(case, window, **fields, slots=2), together)
 
 
 @pytest.mark.interpreter
@@ -142,4 +153,5 @@ def test_decode_choice_is_a_function_of_shapes() -> None:
         for head_dim in range(16, 257, 16):
             for itemsize in (1, 2, 4):
                 choice = decode_choice(chip, head_dim, 4, itemsize)
-                assert choice["BLOCK_N"] >= 16 and choice["min_split"] % choice["BLOCK_N"] == 0
+                assert choice["BLOCK_N"] in (16, 32, 64, 128)
+                assert choice["min_split"] % choice["BLOCK_N"] == 0

@@ -103,11 +103,14 @@ def test_rows_alone_and_repeats_are_bit_equal_gpu(window: int | None) -> None:
         start += query_len
 
 
+@pytest.mark.parametrize("block_n", [None, 16, 32, 64, 128])
 @pytest.mark.parametrize("window", [None, 3000])
-def test_division_over_programs_keeps_the_bits_gpu(window: int | None) -> None:
-    """Whole rows, several splits, single splits to a program: the same bits."""
+def test_division_over_programs_keeps_the_bits_gpu(window: int | None, block_n: int | None) -> None:
+    """Whole rows, several splits, single splits to a program, of any tile: the same bits."""
     case = attention_case(DECODES, (32, 8), 128, torch.bfloat16, "cuda")
     choice = decode_choice(H200, 128, 4, 2)
+    if block_n is not None:
+        choice |= {"BLOCK_N": block_n, "num_stages": 2}
     arguments = (case.q, case.kv, case.batch, case.scale)
     expected = torch.empty_like(case.q)
     paged_decode(*arguments, window, expected, {**choice, "slots": 1})
