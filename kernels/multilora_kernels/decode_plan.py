@@ -12,9 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def _cut(tokens, min_split, MAX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Tokens of a split, and splits: a function of the row's length alone."""
-    share = tl.cdiv(tl.cdiv(tokens, MAX_SPLITS), BLOCK_N) * BLOCK_N
-    split_tokens = tl.maximum(share, min_split)
+    """Tokens of a split, and splits: a function of the row's length alone.
+
+    Eight splits of one to two times `min_split` tokens, fewer of a shorter row, more of a longer.
+    """
+    share = tl.maximum(tl.cdiv(tokens, MAX_SPLITS), tl.minimum(tl.cdiv(tokens, 8), 2 * min_split))
+    split_tokens = tl.maximum(tl.cdiv(share, BLOCK_N) * BLOCK_N, min_split)
     return split_tokens, tl.maximum(tl.cdiv(tokens, split_tokens), 1)
 
 

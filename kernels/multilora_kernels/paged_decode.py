@@ -35,11 +35,13 @@ from multilora_kernels.kv_pages import (
     query_as,
     widen_kv,
 )
-from multilora_kernels.launch import Chip, chip_for, chip_of, next_power_of_2, tuned_table
+from multilora_kernels.launch import Chip, chip_for, next_power_of_2, tuned_table
 from multilora_kernels.layout import TOKENS_PER_PAGE
 
 # Rows times KV heads that one launch may have; the arrival counters are allocated once.
 MAX_COUNTERS = 1 << 18
+# Of a launch choice: what does not change the order of any sum.
+_FREE_FIELDS = frozenset({"num_stages", "maxnreg", "slots"})
 
 
 @triton.jit
@@ -206,11 +208,9 @@ def _start_next(PDL: tl.constexpr):
 def _last_to_arrive(arrived_ptr, lanes):
     """Whether all programs of a row have stored their splits; its counter is zero again then."""
     tl.debug_barrier()  # every thread's stores before the one thread's release
-    last = True
-    if lanes > 1:
-        last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == lanes - 1
-        if last:
-            tl.store(arrived_ptr, 0)  # ready for the next launch
+    last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == lanes - 1
+    if last:
+        tl.store(arrived_ptr, 0)  # ready for the next launch
     return last
 
 
@@ -294,10 +294,12 @@ def decode_kernel(
         q = query_as(tl.load(q_at, mask=q_mask, other=0.0), COMPUTE)
         q = tl.broadcast_to(tl.trans(q)[None, :, :], (WARPS, BLOCK_D, BLOCK_G))
         acc, sums, top = _empty(WARPS, TOKENS, BLOCK_G, BLOCK_D)
+        row_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        row_total = tl.zeros([BLOCK_G], tl.float32)
+        row_top = tl.full([BLOCK_G], -1.0e30, tl.float32)
         split_end = begin + split_tokens
-        # One loop over the tiles of all its splits: loads run ahead across the end of a split. An
-        # empty row (a padding row of a captured graph) takes one turn that sees nothing.
-        for start in range(begin, tl.maximum(end, begin + 1), BLOCK_N):
+        # One loop over the tiles of all its splits: loads run ahead across the end of a split.
+        for start in range(begin, end, BLOCK_N):
             tile_pages = pages
             pages = _page_ids(table_ptr, start + BLOCK_N, end, TOKENS, BLOCK_N)
             acc, sums, top = _attend_tile(
@@ -306,22 +308,22 @@ def decode_kernel(
             )
             if start + BLOCK_N >= tl.minimum(split_end, end):
                 part, total, part_top = _merge(acc, sums, top)
-                if num_splits == 1:
-                    result = (part * _inverse(total)[:, None]).to(out_ptr.dtype.element_ty)
-                    tl.store(head_out_ptr + in_head, result, mask=q_mask)
-                else:
+                if lanes > 1:
                     _store_part(
                         part_ptr, head_state_ptr, split, part, total, part_top,
                         GROUP, BLOCK_G, HEAD_DIM, BLOCK_D, MAX_SPLITS,
                     )
+                row_acc, row_total, row_top = _fold(
+                    row_acc, row_total, row_top, part, total, part_top
+                )
                 acc, sums, top = _empty(WARPS, TOKENS, BLOCK_G, BLOCK_D)
                 split += 1
                 split_end += split_tokens
 
-        last = False
-        if num_splits > 1:
-            last = _last_to_arrive(arrived_ptr + row_head, lanes)
-        if last:
+        if lanes == 1:
+            result = (row_acc * _inverse(row_total)[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(head_out_ptr + in_head, result, mask=q_mask)
+        elif _last_to_arrive(arrived_ptr + row_head, lanes):
             _combine(
                 head_out_ptr, part_ptr, head_state_ptr, num_splits,
                 BLOCK_C, GROUP, HEAD_DIM, BLOCK_D, MAX_SPLITS,
@@ -336,12 +338,13 @@ def decode_key(head_dim: int, group: int, itemsize: int) -> str:
     return f"d{head_dim}_g{group}_b{itemsize}"
 
 
-def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[str, int]:
+def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[str, Any]:
     """Tiles and splits; never a function of the batch, or a row's bits would depend on it.
 
-    BLOCK_N / 16 warps take a tile of BLOCK_N tokens. A split has `min_split` tokens, more where
-    there would be over MAX_SPLITS of them; `slots` programs beyond the first of every row and KV
-    head share the splits of long rows.
+    BLOCK_N / 16 warps take a tile of BLOCK_N tokens. A split has `min_split` tokens or up to twice
+    as many, more where there would be over MAX_SPLITS of them; `slots` programs beyond the first of
+    every row and KV head share the splits of long rows. "crowded" holds what launches of more than
+    two programs a multiprocessor do otherwise, of the fields that leave a row's bits alone.
     """
     tuned = tuned_table(chip, "paged_decode").get(decode_key(head_dim, group, itemsize))
     if tuned is not None:
@@ -349,8 +352,7 @@ def decode_choice(chip: Chip, head_dim: int, group: int, itemsize: int) -> dict[
     # Two tiles of K and V in flight, and a half of every warp's sums, which meet at a split's end.
     block_d, group = next_power_of_2(head_dim), max(8, next_power_of_2(group))
     token_bytes = block_d * (4 * itemsize + group // 8)
-    # Two programs to a multiprocessor: they hide each other's latency, and batches of powers of two
-    # fill whole waves.
+    # Two programs to a multiprocessor hide each other's latency.
     fits = chip.shared_bytes // (2 * token_bytes)
     return {
         "BLOCK_N": max(16, min(64, 1 << max(0, fits.bit_length() - 1))),
@@ -381,13 +383,14 @@ def paged_decode(
 ) -> None:
     """Attention of the first `batch.num_decodes` rows of q [T, Hq, D], written to out in place."""
     rows, heads, head_dim = batch.num_decodes, q.shape[1], q.shape[2]
-    group = heads // kv.num_kv_heads
-    assert rows * kv.num_kv_heads <= MAX_COUNTERS and out.is_contiguous()
-    if choice is None:
-        chip = chip_of(q.device.index or 0) if q.is_cuda else Chip("", 90, 1)
-        choice = decode_choice(chip, head_dim, group, kv.dtype.itemsize)
-    choice = dict(choice)
-    pdl = chip_for(q.device).has_pdl
+    programs, group = rows * kv.num_kv_heads, heads // kv.num_kv_heads
+    assert programs <= MAX_COUNTERS and out.is_contiguous()
+    chip = chip_for(q.device)
+    choice = dict(choice or decode_choice(chip, head_dim, group, kv.dtype.itemsize))
+    crowded = choice.pop("crowded", {})
+    assert _FREE_FIELDS.issuperset(crowded), f"{crowded}: changes a row's bits"
+    if programs > 2 * chip.num_sms:
+        choice |= crowded
     min_split, max_splits = choice.pop("min_split"), choice["MAX_SPLITS"]
     # Programs beside the first of each row and head, which share the rows of several splits.
     sharers = max(1, choice.pop("slots") // kv.num_kv_heads)
@@ -423,9 +426,9 @@ def paged_decode(
         TOKENS=TOKENS_PER_PAGE,
         WINDOWED=sliding_window is not None,
         COMPUTE=compute_type(q.dtype, kv.dtype),
-        PDL=pdl,
+        PDL=chip.has_pdl,
         num_warps=choice["BLOCK_N"] // TOKENS_PER_PAGE,
-        launch_pdl=pdl,
+        launch_pdl=chip.has_pdl,
         **choice,
     )
 

@@ -147,6 +147,16 @@ def test_query_slice_of_packed_projection_interpreted() -> None:
     check(case, run(replace(case, q=packed[:, : case.q.shape[1]])))
 
 
+@pytest.mark.interpreter
+def test_crowded_launches_keep_the_order_of_sums() -> None:
+    case = attention_case([(1, 33)])
+    for field in ("BLOCK_N", "min_split", "MAX_SPLITS"):
+        with pytest.raises(AssertionError, match="changes a row's bits"):
+            paged_decode(
+                case.q, case.kv, case.batch, case.scale, None, case.q, {"crowded": {field: 64}}
+            )
+
+
 def test_decode_choice_is_a_function_of_shapes() -> None:
     """Every head size up to 256 gets tiles that hold at least one page."""
     for chip in (H200, RTX_4090):

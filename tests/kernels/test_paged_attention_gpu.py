@@ -92,8 +92,8 @@ def test_heads_gpu(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_rows_alone_and_repeats_are_bit_equal_gpu(window: int | None) -> None:
-    """Ten repeats, and every sequence alone, give the same bits."""
-    case = attention_case(DECODES * 3 + CHUNKS, (32, 8), 128, torch.bfloat16, "cuda")
+    """Ten repeats, and every sequence alone, give the same bits; the launch is a crowded one."""
+    case = attention_case(DECODES * 4 + CHUNKS, (32, 8), 128, torch.bfloat16, "cuda")
     together, start = run(case, window), 0
     for _ in range(10):
         assert torch.equal(run(case, window), together)

@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from multilora_kernels.attention_batch import AttentionBatch
 from multilora_kernels.bench.timing import Built, Case, Run, sets_needed
 from multilora_kernels.bf16_gemv import bf16_gemv
-from multilora_kernels.decode_attention import decode_key, paged_decode
 from multilora_kernels.kv_pages import FP8, KvLayer
+from multilora_kernels.launch import chip_for
 from multilora_kernels.paged_attention import paged_attention
+from multilora_kernels.paged_decode import decode_choice, decode_key, paged_decode
 from multilora_kernels.paged_prefill import paged_prefill, prefill_key
 from multilora_kernels.rope_store_kv import rope_store_kv
 
@@ -36,43 +37,24 @@ DECODE_LAYER = [*product((1, 16, 64, 256), (192,))]
 # (sequences, query tokens each, context each)
 PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (8, 1024, 1024), (1, 2048, 8192), (4, 512, 4096)]
 
-# Three stages keep two tiles of keys and values in flight. What limits the programs of a
-# multiprocessor is registers (at most `maxnreg` a thread) and shared memory.
-_FIELDS = ("BLOCK_N", "num_warps", "num_stages", "min_split", "slots", "prefetch")
-_BASE: dict[str, int] = {"MAX_SPLITS": 32}
-_TURNED = {**_BASE, "by_page": 2}
-DECODE_CHOICES = [
-    {**dict(zip(_FIELDS, choice, strict=True)), **_TURNED, **more}
-    for *choice, more in [
-        (64, 4, 3, 256, 264, 0, {}),
-        (64, 4, 3, 256, 792, 0, {}),
-        (64, 4, 3, 512, 792, 0, {}),
-        (64, 4, 4, 256, 264, 0, {}),
-        (64, 4, 4, 512, 264, 0, {}),
-        (64, 4, 4, 256, 528, 0, {}),
-        (64, 4, 4, 128, 264, 0, {}),
-        (64, 4, 2, 256, 528, 0, {"maxnreg": 128}),
-        (64, 4, 2, 256, 264, 0, {"maxnreg": 128}),
-        (32, 2, 4, 256, 264, 0, {}),
-        (32, 2, 4, 256, 528, 0, {}),
-        (32, 2, 4, 512, 528, 0, {}),
-        (32, 2, 3, 256, 792, 0, {}),
-        (16, 1, 4, 256, 528, 0, {}),
-    ]
+# Three stages keep two tiles of keys and values in flight. Launches of up to two programs a
+# multiprocessor need them there; where more want a place ("crowded"), four programs with 128
+# registers a thread and a tile each in flight do as well, and batches of powers of two fill waves.
+_FOUR = {"num_stages": 2, "maxnreg": 128}
+_CANDIDATES: list[tuple[int, int, int, dict[str, Any]]] = [
+    (64, 3, 256, {"slots": 264}),
+    (64, 3, 256, {"slots": 264, "crowded": _FOUR}),
+    (64, 3, 256, {"slots": 264, "crowded": {"num_stages": 4}}),
+    (64, 3, 128, {"slots": 264, "crowded": _FOUR}),
+    (64, 3, 512, {"slots": 264, "crowded": _FOUR}),
+    (32, 3, 256, {"slots": 528}),
+    (32, 3, 512, {"slots": 528}),
+    (32, 4, 256, {"slots": 528}),
+    (16, 4, 256, {"slots": 528}),
 ]
-# Pages in FP8 take half the shared memory and more registers.
-DECODE_CHOICES_FP8 = [
-    {**dict(zip(_FIELDS, choice, strict=True)), **_TURNED, **more}
-    for *choice, more in [
-        (64, 4, 3, 256, 264, 0, {}),
-        (64, 4, 4, 256, 264, 0, {}),
-        (64, 4, 4, 256, 264, 0, {"maxnreg": 128}),
-        (32, 2, 3, 256, 264, 0, {}),
-        (32, 2, 4, 256, 264, 0, {}),
-        (32, 2, 4, 256, 528, 0, {}),
-        (32, 2, 6, 256, 528, 0, {}),
-        (16, 1, 4, 256, 528, 0, {}),
-    ]
+DECODE_CHOICES = [
+    {"BLOCK_N": block_n, "num_stages": stages, "min_split": min_split, "MAX_SPLITS": 32, **more}
+    for block_n, stages, min_split, more in _CANDIDATES
 ]
 PREFILL_CHOICES = [
     dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), choice, strict=True))
@@ -206,7 +188,7 @@ def _decode_case(sequences: int, context: int, kv_dtype: torch.dtype) -> Case:
         build,
         flops=4.0 * sequences * context * HEADS * HEAD_DIM,
         tune_key=decode_key(HEAD_DIM, HEADS // KV_HEADS, kv_dtype.itemsize),
-        choices=DECODE_CHOICES_FP8 if kv_dtype == FP8 else DECODE_CHOICES,
+        choices=DECODE_CHOICES,
         compile=_compile_decode(kv_dtype),
     )
 
@@ -215,7 +197,11 @@ def _compile_decode(kv_dtype: torch.dtype) -> Callable[[torch.device, Mapping[st
     def compile_one(device: torch.device, choice: Mapping[str, Any]) -> None:
         inputs = _inputs(1, 1, PAGE_TOKENS, device, kv_dtype)
         out = torch.empty_like(inputs.q)
-        paged_decode(inputs.q, inputs.kv(0), inputs.batch, SCALE, None, out, dict(choice) or None)
+        key = (HEAD_DIM, HEADS // KV_HEADS, kv_dtype.itemsize)
+        full = dict(choice) or decode_choice(chip_for(device), *key)
+        few = {name: value for name, value in full.items() if name != "crowded"}
+        for launched in (few, {**few, **full.get("crowded", {})}):
+            paged_decode(inputs.q, inputs.kv(0), inputs.batch, SCALE, None, out, launched)
 
     return compile_one
 
