@@ -47,7 +47,7 @@ class AwqWeight:
 
     words: torch.Tensor  # int16 [K/128, N padded, 32]
     meta: torch.Tensor  # int32 [K/128, G, N padded]
-    counters: torch.Tensor  # int32 [N padded / 32], zero between multiplies
+    counters: torch.Tensor  # int32 [N padded / 64], zero between multiplies
     out_features: int
     in_features: int
     scale_dtype: torch.dtype  # float16 or bfloat16

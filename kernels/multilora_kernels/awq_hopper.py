@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multilora_kernels.awq_words import negated_zero, scale_of, scaled_weights
 from multilora_kernels.hopper_choice import HopperLaunch, choose_launch
+from multilora_kernels.hopper_sums import addresses_of
 from multilora_kernels.launch import cdiv
 from multilora_kernels.split_choice import BLOCK_K
 
@@ -262,87 +263,15 @@ def _store(acc, y_ptr, strip, first_m, flip, M, N):
 
 
 @gluon.jit
-def _partials(ptr, acc):
-    """Where a strip's sums lie beside y, an address for each."""
-    n = gl.arange(0, 128, gl.SliceLayout(1, acc.type.layout))
-    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    return ptr + gl.expand_dims(n * acc.shape[1], 1) + gl.expand_dims(m, 0)
-
-
-@gluon.jit
-def _meet(acc, second_acc, partial_ptr, counter_ptr, PARTS: gl.constexpr):
-    """Add the sums of two programs: who comes first leaves them, the other takes them up.
-
-    Returns (sums, second strip's sums, whether they are of both programs). A sum of two does not
-    depend on their order. Nobody waits for a program that has not come as far as this.
-    """
-    second_ptr = partial_ptr + 128 * acc.shape[1]
-    came = gl.atomic_add(counter_ptr, 1, sem="acq_rel")
-    if came == 0:
-        gl.store(_partials(partial_ptr, acc), acc)
-        if PARTS == 2:
-            gl.store(_partials(second_ptr, second_acc), second_acc)
-        tl.debug_barrier()  # all warps' sums are written before the counter says so
-        gl.atomic_add(counter_ptr, 1, sem="release")
-    else:
-        seen = gl.atomic_add(counter_ptr, 0, sem="acquire")
-        while seen < 3:  # both came, and the first one's sums are there
-            seen = gl.atomic_add(counter_ptr, 0, sem="acquire")
-        tl.debug_barrier()
-        # .cg: another multiprocessor's sums are read from the L2, never from a stale L1.
-        acc += gl.load(_partials(partial_ptr, acc), cache_modifier=".cg")
-        if PARTS == 2:
-            second_acc += gl.load(_partials(second_ptr, second_acc), cache_modifier=".cg")
-        gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
-    return acc, second_acc, came > 0
-
-
-@gluon.jit
-def add_splits(
-    acc, second_acc, partial_ptr, counter_ptr, PARTS: gl.constexpr, SPLIT_K: gl.constexpr
-):
-    """Add the sums of the programs along grid axis 2, two by two; returns (sums, second sums,
-    whether they are everybody's). PARTS 1: there are no second sums.
-
-    partial_ptr  fp32, SPLIT_K - 1 times a program's sums for every tile along axes 0 and 1
-    counter_ptr  int32, SPLIT_K - 1 for every tile, zero before and after
-    """
-    SUMS: gl.constexpr = acc.numel + (PARTS - 1) * second_acc.numel
-    tile = (gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)).to(gl.int64)
-    partial_ptr += tile * ((SPLIT_K - 1) * SUMS)
-    counter_ptr += tile * (SPLIT_K - 1)
-    split = gl.program_id(2)
-    whole = split >= 0
-    if SPLIT_K >= 2:
-        pair = split // 2
-        acc, second_acc, whole = _meet(
-            acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
-        )
-    if SPLIT_K >= 4:  # noqa: SIM102 - the compiler's, then the program's
-        if whole:
-            pair = SPLIT_K // 2 + split // 4
-            acc, second_acc, whole = _meet(
-                acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
-            )
-    if SPLIT_K >= 8:  # noqa: SIM102 - the compiler's, then the program's
-        if whole:
-            pair = SPLIT_K // 2 + SPLIT_K // 4
-            acc, second_acc, whole = _meet(
-                acc, second_acc, partial_ptr + pair * SUMS, counter_ptr + pair, PARTS
-            )
-    return acc, second_acc, whole
-
-
-@gluon.jit
 def _leave(acc, second_acc, partial_ptr, PARTS: gl.constexpr):
     """A program's sums beside y, where a second launch adds the splits."""
     tiles = gl.num_programs(1) * gl.num_programs(0)
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     plane = (gl.program_id(2) * tiles + tile).to(gl.int64)
     partial_ptr += plane * (acc.numel + (PARTS - 1) * second_acc.numel)
-    gl.store(_partials(partial_ptr, acc), acc)
+    gl.store(addresses_of(partial_ptr, acc), acc)
     if PARTS == 2:
-        gl.store(_partials(partial_ptr + acc.numel, second_acc), second_acc)
+        gl.store(addresses_of(partial_ptr + acc.numel, second_acc), second_acc)
 
 
 @gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew
@@ -352,7 +281,6 @@ def awq_hopper_kernel(
     meta_ptr,
     y_ptr,
     partial_ptr,
-    counter_ptr,
     M,
     N,
     K,
@@ -361,17 +289,14 @@ def awq_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_M: gl.constexpr,
     SPLIT_K: gl.constexpr,
-    SECOND_LAUNCH: gl.constexpr,
     GROUPS: gl.constexpr,
     STAGES: gl.constexpr,
     SCALE: gl.constexpr,
     CT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    SHARES: gl.constexpr = BLOCK_N == 192 or BLOCK_N == 448
     TILE_N: gl.constexpr = 128 if BLOCK_N == 128 else 256
     PARTS: gl.constexpr = TILE_N // 128
-    SECOND_M: gl.constexpr = BLOCK_M // 2 if BLOCK_N == 192 else BLOCK_M
     x_copy_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     words, metas, halves = _shared_memory(x_ptr.dtype.element_ty, TILE_N, BLOCK_M, GROUPS, STAGES)
 
@@ -381,20 +306,16 @@ def awq_hopper_kernel(
     count = gl.maximum(gl.minimum(per_split, num_blocks - first), 0)
     # Strips past the last one repeat it.
     last = N_padded // 128 - 1
-    side = gl.program_id(1) % 2 if SHARES else 0
-    if BLOCK_N == 448:
-        strip = gl.program_id(1) // 2 * 7 + 3 * side
-        second_strip = strip + 1
-    elif BLOCK_N == 192:
-        strip = gl.program_id(1) // 2 * 3 + side
-        second_strip = gl.program_id(1) // 2 * 3 + 2
+    pair, side = gl.program_id(1) // 2, gl.program_id(1) % 2
+    if BLOCK_N == 448:  # of seven strips three each, and one for both
+        strip = pair * 7 + side * 3
+        flip = side * (BLOCK_M // 2)
     else:
         strip = gl.program_id(1) * PARTS
-        second_strip = strip + 1
+        flip = 0
+    second_strip = strip + 1
     first_m = gl.program_id(0) * BLOCK_M
-    # The second of two programs has its rows in the order in which their halves of the strip that
-    # they share come first.
-    flip = side * (BLOCK_M // 2)
+    # The second program of a pair holds the second half of its rows first: that half is its share.
     # Rows past the end are zeros. (While they repeated the last row, qkv took 40 us at 192 rows
     # and 34 at 256: all of them asked for one line.)
     row_m = first_m + (gl.arange(0, BLOCK_M, gl.SliceLayout(1, x_copy_layout)) ^ flip)
@@ -412,12 +333,12 @@ def awq_hopper_kernel(
     )  # fmt: skip
     acc, second_acc = _multiply(
         words_ptrs, meta_ptrs, x_ptrs, in_batch, words, metas, halves, count, N_padded, TILE_N,
-        BLOCK_M, SECOND_M, GROUPS, STAGES, SCALE, CT,
+        BLOCK_M, BLOCK_M, GROUPS, STAGES, SCALE, CT,
     )  # fmt: skip
     if BLOCK_N == 448:
         gl.static_assert(SPLIT_K == 1)
-        third = gl.minimum(gl.program_id(1) // 2 * 7 + 3 * side + 2, last)
-        shared = gl.minimum(gl.program_id(1) // 2 * 7 + 6, last)
+        third = gl.minimum(pair * 7 + side * 3 + 2, last)
+        shared = gl.minimum(pair * 7 + 6, last)
         words_ptrs, meta_ptrs, x_ptrs = _sources(
             words_ptr, meta_ptr, x_ptr, first, third, shared, row_m, N_padded, stride_xm, TILE_N,
             GROUPS, x_copy_layout,
@@ -442,16 +363,12 @@ def awq_hopper_kernel(
     else:
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-        if SECOND_LAUNCH:
+        if SPLIT_K > 1:
             _leave(acc, second_acc, partial_ptr, PARTS)
         else:
-            acc, second_acc, whole = add_splits(
-                acc, second_acc, partial_ptr, counter_ptr, PARTS, SPLIT_K
-            )
-            if whole:
-                _store(acc, y_ptr, strip, first_m, flip, M, N)
-                if PARTS == 2:
-                    _store(second_acc, y_ptr, second_strip, first_m, flip, M, N)
+            _store(acc, y_ptr, strip, first_m, flip, M, N)
+            if PARTS == 2:
+                _store(second_acc, y_ptr, second_strip, first_m, flip, M, N)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -489,37 +406,25 @@ def sum_planes_kernel(
     tl.store(out, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def _counters(weight: "AwqWeight", needed: int) -> torch.Tensor:
-    counters = weight.counters
-    if needed <= counters.numel():
-        return counters
-    return torch.zeros(needed, dtype=torch.int32, device=counters.device)
-
-
 def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> torch.Tensor:
     """One multiply with a given choice (benchmarks and tuning call this). Copies are of 16 bytes,
     and the compiler has to know: x's rows lie multiples of 16 elements apart. K is whole blocks.
     """
     m, k = x.shape
     assert k % BLOCK_K == 0 and x.stride(0) % 16 == 0 and x.storage_offset() % 8 == 0
-    assert launch.second_launch or launch.split_k in (1, 2, 4, 8)
-    assert not launch.second_launch or launch.block_n in (128, 256)
+    assert launch.split_k == 1 or launch.block_n in (128, 256)
     n, n_padded = weight.out_features, weight.words.shape[1]
-    grid = launch.grid(m, n_padded)
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    partials, counters = y, weight.counters
+    partials = y
     if launch.split_k > 1:
         size = launch.partial_bytes(m, n_padded) // 4
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        if not launch.second_launch:
-            counters = _counters(weight, grid[0] * grid[1] * (launch.split_k - 1))
-    awq_hopper_kernel[grid](
+    awq_hopper_kernel[launch.grid(m, n_padded)](
         x,
         weight.words,
         weight.meta,
         y,
         partials,
-        counters,
         m,
         n,
         k,
@@ -528,7 +433,6 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         BLOCK_N=launch.block_n,
         BLOCK_M=launch.block_m,
         SPLIT_K=launch.split_k,
-        SECOND_LAUNCH=launch.second_launch and launch.split_k > 1,
         GROUPS=weight.groups_per_block,
         STAGES=launch.num_stages,
         SCALE=tl.float16 if weight.scale_dtype == torch.float16 else tl.bfloat16,
@@ -537,7 +441,7 @@ def run_hopper(x: torch.Tensor, weight: "AwqWeight", launch: HopperLaunch) -> to
         num_warps=8,
         launch_pdl=True,
     )
-    if launch.split_k > 1 and launch.second_launch:
+    if launch.split_k > 1:
         sum_planes(partials, y, n_padded, launch, pdl=True)
     return y
 

@@ -68,7 +68,7 @@ def pack(matrix: Int4Matrix, scale_dtype: torch.dtype | None = None) -> AwqWeigh
     return AwqWeight(
         words=words.to(torch.int16).permute(1, 0, 2).contiguous(),
         meta=meta.permute(1, 2, 0).contiguous(),
-        counters=torch.zeros((num_outputs + pad_n) // 32, dtype=torch.int32, device=q.device),
+        counters=torch.zeros((num_outputs + pad_n) // 64, dtype=torch.int32, device=q.device),
         out_features=num_outputs,
         in_features=num_inputs,
         scale_dtype=dtype,

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multilora_kernels.awq_hopper import add_splits
 from multilora_kernels.fp8_hopper_choice import Fp8HopperLaunch, choose_launch
+from multilora_kernels.hopper_sums import add_splits
 
 if TYPE_CHECKING:
     from multilora_kernels.fp8_gemm import Fp8Weight

@@ -20,36 +20,32 @@ _LARGE_BYTES = 64 << 20
 class HopperLaunch:
     """The outputs and rows of a program, and how many programs share their K.
 
-    block_n counts outputs: a strip of 128, two of them (256), or with half the rows of a strip
-    that two neighbours share: one and a half (192), three and a half in two turns (448; K whole).
-    `second_launch`: a launch adds the splits, instead of the programs among themselves.
+    block_n: 128 outputs, 256, or (K whole) 448: two turns, of 256 and of 128 with half the rows of
+    128 more, which two neighbours share.
     """
 
     block_n: int = 256
     block_m: int = 128
     split_k: int = 1
     num_stages: int = 4
-    second_launch: bool = False
 
     def grid(self, m: int, n_padded: int) -> tuple[int, int, int]:
         """Programs: tiles of rows, which share weights, then tiles of outputs, then splits."""
-        if self.block_n in (192, 448):
-            programs = 2 * -(-n_padded // (2 * self.block_n))
-        else:
-            programs = -(-n_padded // self.block_n)
+        pairs = 2 if self.block_n == 448 else 1
+        programs = pairs * -(-n_padded // (pairs * self.block_n))
         return -(-m // self.block_m), programs, self.split_k
 
     def partial_bytes(self, m: int, n_padded: int) -> int:
-        """Bytes of the fp32 sums that programs with a share of K leave for others."""
+        """Bytes of the fp32 sums that programs with a share of K leave for a second launch."""
         tiles_m, tiles_n, split = self.grid(m, n_padded)
-        planes = split if self.second_launch and split > 1 else split - 1
-        return 4 * tiles_m * self.block_m * tiles_n * self.block_n * planes
+        return 4 * tiles_m * self.block_m * tiles_n * self.block_n * split if split > 1 else 0
 
 
 # Tiles, and the microseconds of one of their steps of 128 inputs (H200, every multiprocessor busy).
 _FORMS = (
-    (HopperLaunch(second_launch=True), 1.72),
-    (HopperLaunch(block_n=128, num_stages=5, second_launch=True), 1.03),
+    (HopperLaunch(), 1.70),
+    (HopperLaunch(block_n=128, num_stages=5), 0.93),
+    (HopperLaunch(block_n=448), 3.29),
 )
 # Microseconds: filling the pipeline and writing the product; the second launch that adds
 # partials, and each MB of them.
@@ -76,6 +72,9 @@ def choose_launch(m: int, n: int, k: int, chip: Chip) -> HopperLaunch | None:
         return turns * (steps * step_us + _START) + sums
 
     splits = range(1, min(8, k // BLOCK_K) + 1)
-    return min(
-        ((replace(form, split_k=split), us) for form, us in _FORMS for split in splits), key=cost
-    )[0]
+    choices = (
+        (replace(form, split_k=split), us)
+        for form, us in _FORMS
+        for split in (splits if form.block_n != 448 else (1,))
+    )
+    return min(choices, key=cost)[0]

@@ -91,8 +91,8 @@ def test_a_nan_row_stays_alone() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "n_padded", "launch"),
     [
-        (130, 600, 640, HopperLaunch(256, split_k=3, second_launch=True)),
-        (70, 200, 256, HopperLaunch(128, block_m=64, split_k=2, second_launch=True)),
+        (130, 600, 640, HopperLaunch(256, split_k=3)),
+        (70, 200, 256, HopperLaunch(128, block_m=64, split_k=2)),
     ],
 )
 def test_partials_are_summed_where_they_belong(
@@ -227,13 +227,10 @@ def test_device_rows_are_independent_of_the_batch(n: int, k: int, group: int) ->
 
 HOPPER = (
     HopperLaunch(),
-    HopperLaunch(split_k=3, second_launch=True),
-    HopperLaunch(split_k=4),
+    HopperLaunch(split_k=3),
     HopperLaunch(split_k=8),
     HopperLaunch(block_n=128, num_stages=5),
     HopperLaunch(block_n=128, num_stages=5, split_k=2),
-    HopperLaunch(block_n=192),
-    HopperLaunch(block_n=192, split_k=2),
     HopperLaunch(block_n=448),
 )
 

@@ -85,7 +85,6 @@ HOPPER_SIGNATURE = {
     "meta_ptr": "*i32",
     "y_ptr": "*bf16",
     "partial_ptr": "*fp32",
-    "counter_ptr": "*i32",
     "M": "i32",
     **dict.fromkeys(("N", "K", "N_padded", "stride_xm"), "i32:16"),
 }
@@ -96,9 +95,8 @@ HOPPER_SIGNATURE = {
     [
         (awq_hopper.HopperLaunch(), 1, "bf16"),
         (awq_hopper.HopperLaunch(split_k=4), 4, "fp16"),
-        (awq_hopper.HopperLaunch(split_k=3, second_launch=True), 2, "bf16"),
+        (awq_hopper.HopperLaunch(split_k=3), 2, "bf16"),
         (awq_hopper.HopperLaunch(block_n=128, num_stages=5, split_k=2), 1, "bf16"),
-        (awq_hopper.HopperLaunch(block_n=192, split_k=2), 1, "bf16"),
         (awq_hopper.HopperLaunch(block_n=448), 1, "bf16"),
     ],
 )
@@ -109,7 +107,6 @@ def test_awq_hopper_widens_beside_its_multiplies(
         "BLOCK_N": launch.block_n,
         "BLOCK_M": launch.block_m,
         "SPLIT_K": launch.split_k,
-        "SECOND_LAUNCH": launch.second_launch,
         "GROUPS": groups,
         "STAGES": launch.num_stages,
         "SCALE": tl.float16,

@@ -53,7 +53,7 @@ _GEMV: Sequence[Mapping[str, Any]] = tuple(
     for warps in (2, 4, 8)
 )
 # (block_n, stages): what fits an H200 without spilling in its loops.
-_HOPPER = ((128, 5), (192, 4), (256, 4), (448, 4))
+_HOPPER = ((128, 5), (256, 4), (448, 4))
 _ROWS: Sequence[Mapping[str, Any]] = tuple(
     {"block_n": n, "block_k": k, "num_warps": warps, "num_stages": stages, "split_k": split}
     for n, k, warps, stages in ((64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3))
@@ -99,7 +99,7 @@ def random_awq(n: int, k: int, device: torch.device) -> AwqWeight:
     scale = (torch.rand((k // 128, 1, n), device=device) * 0.01 + 0.005).half()
     zero = torch.randint(0, 16, scale.shape, dtype=torch.int32, device=device)
     meta = (scale.view(torch.int16).int() << 16) | zero
-    counters = torch.zeros(n // 32, dtype=torch.int32, device=device)
+    counters = torch.zeros(n // 64, dtype=torch.int32, device=device)
     return AwqWeight(words, meta, counters, n, k, torch.float16)
 
 
@@ -155,23 +155,17 @@ def _awq_case(multiply: Multiply) -> Case:
     )
 
 
-def _hopper_choices(multiply: Multiply) -> list[dict[str, Any]]:
+def _hopper_choices(multiply: Multiply) -> list[dict[str, int]]:
     """Tiles of `awq_hopper`, with splits of K that give every multiprocessor work."""
     found = []
     for block_n, stages in _HOPPER:
         launch = hopper_choice.HopperLaunch(block_n=block_n, num_stages=stages)
         rows, outputs, _ = launch.grid(multiply.m, multiply.n)
-        for split in (1, 2, 3, 4, 6, 8):
+        for split in range(1, 9):
             if split > 1 and (block_n == 448 or rows * outputs * split > 160):
                 continue
-            if multiply.k // BLOCK_K // split < 4:
-                continue
-            form = {"block_n": block_n, "num_stages": stages, "split_k": split}
-            # Programs add two splits, or two of these; a launch adds any number, of whole strips.
-            if split not in (3, 6):
-                found.append({**form, "second_launch": False})
-            if split > 1 and block_n != 192:
-                found.append({**form, "second_launch": True})
+            if split == 1 or multiply.k // BLOCK_K // split >= 4:
+                found.append({"block_n": block_n, "num_stages": stages, "split_k": split})
     return found
 
 
@@ -390,7 +384,7 @@ def cases() -> list[Case]:
     return [
         *_grid(ROWS, _awq_case),
         *_grid(ROWS, lambda multiply: _fp8_case(multiply, blockwise=False)),
-        *_grid((1, 16, 64, 256, 2048), lambda multiply: _fp8_case(multiply, blockwise=True)),
+        *_grid((1, 16, 64, 128, 256, 2048), lambda multiply: _fp8_case(multiply, blockwise=True)),
         *_grid((1, 16, 64, 2048), _weight_only_case),
         *_grid((96, 128, 192, 256, 512, 1024, 2048), _hopper_case),
         *_grid((1, 2, 4), _gemv_case),
