@@ -50,15 +50,15 @@ class LoraChoice:
     """Tiles, warps and grid of one group. A program's share of K is block_k * k_steps."""
 
     block_m: int  # rows of a segment tile
-    # Decode, where rows share an adapter: rows of it that the shrink multiplies at a time, where
-    # there are more than block_m.
-    piece_rows: int
     block_k: int
     k_steps: int
     shrink_warps: int
     shrink_stages: int
     dot_k: int  # decode, where rows share an adapter: K that one matrix multiply takes
-    row_splits: int  # decode, likewise: programs that a program's share of K is cut into once more
+    # Decode: rows of one adapter, at most, that the shrink multiplies and sums as a row alone.
+    few_rows: int
+    apart: bool  # being measured: whether more rows are a function of their own in any case
+    row_splits: int  # decode, of more: programs that a program's share of K is cut into once more
     block_n: int  # columns of an expand program where it reads four rank tiles side by side
     # Prefill, and decode where rows share an adapter: blocks of columns that one expand program
     # walks, B of them under way in `expand_stages` - 1 blocks ahead.
@@ -154,6 +154,7 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
         block_k=block_k,
         k_steps=k_steps,
         dot_k=min(choice.dot_k, block_k * k_steps // row_splits),
+        few_rows=choice.few_rows if k_steps == 1 else 1,
         row_splits=row_splits,
         block_n=block_n,
         n_steps=max(1, min(n_steps, group.chunk // block, widest // block)),
@@ -179,13 +180,14 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
     few, many = num_tokens <= DECODE_BUCKETS[0], num_tokens > DECODE_BUCKETS[2]
     return LoraChoice(
         block_m=DECODE_ROWS,
-        piece_rows=DECODE_ROWS,
         block_k=1024,
         k_steps=1,
         shrink_warps=4,
         # Shared rows: with three, one step of 8 KiB is under way while another is multiplied.
         shrink_stages=4 if many else 3,
         dot_k=128,
+        few_rows=1,
+        apart=False,
         row_splits=2 if many else 4,
         block_n=256 if many else 128,
         n_steps=4 if many else 1,
@@ -214,12 +216,13 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
     k_steps = max(1, _power(group.d_in // splits) // block_k)
     return LoraChoice(
         block_m=block_m,
-        piece_rows=block_m,
         block_k=block_k,
         k_steps=k_steps,
         shrink_warps=4,
         shrink_stages=3,
         dot_k=0,
+        few_rows=1,
+        apart=False,
         row_splits=1,
         block_n=64,
         n_steps=8,

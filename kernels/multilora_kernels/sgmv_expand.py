@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.opaque import opaque
 from multilora_kernels.sgmv_shrink import compute_dtype
 from multilora_kernels.table import AdapterTable, PlacedRun
 from multilora_kernels.work_lists import GroupLists, WorkLists
@@ -22,8 +23,6 @@ from multilora_kernels.work_lists import GroupLists, WorkLists
 # In decode, software pipelining would hoist loads of the planes above the wait for the shrink:
 # wrong sums. In prefill the wait comes before the loop.
 DECODE_STAGES, PREFILL_STAGES = 1, 3
-# The interpreter knows no inline assembly.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -134,15 +133,15 @@ def _expand_row(
 @triton.jit(noinline=True)
 def _expand_rows(
     planes_ptr, weights_ptr, y_ptr, stride_ym, b_offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
-    e0, e1, e2, e3, n_start, d_out, plane, num_rows, part_rows, next_task_ptr, next_n_start,
+    e0, e1, e2, e3, n_start, d_out, plane, num_rows, parts, next_task_ptr, next_n_start,
     CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr,
     SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles. The planes of a part of
-    a tile have `part_rows` rows, these among them. A function of its own, as `_expand_shared`:
-    within the kernel's loop, what their addresses are made of took 25 registers from rows alone,
-    which were spilled around every one of them.
+    """Up to BLOCK_M rows of one adapter and ROWS_N columns by matrix tiles.
+
+    A function of its own, as `_expand_shared`: within the kernel's loop, what their addresses are
+    made of took 25 registers from rows alone, spilled around every one of them.
 
     Returns the next task's table entries.
     """
@@ -157,18 +156,18 @@ def _expand_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     prior = tl.load(y_ptrs, mask=y_mask, other=0, cache_modifier=".cg")
-    h = _row_h(planes_ptr, plane, num_rows, part_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
+    h = _row_h(planes_ptr, plane, num_rows, parts, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
     # Its addresses wait for the next task's record: after the loads that wait for nothing.
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _multiplied(h, b, tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32), COMPUTE, PRECISION)
     for t in range(1, num_tiles):
         entry = tl.where(t == 1, e1, tl.where(t == 2, e2, e3))
         if t > 3:
-            cells = tiles_ptr + (first + t * ROW_SPLITS) * 4
+            cells = tiles_ptr + (first + t * parts) * 4
             entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
         b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
-        at = plane + t * ROW_SPLITS * part_rows
-        h = _row_h(planes_ptr, at, num_rows, part_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
+        at = plane + t * parts * num_rows
+        h = _row_h(planes_ptr, at, num_rows, parts, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
         acc = _multiplied(h, b, acc, COMPUTE, PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
     return n0, n1, n2, n3
@@ -177,7 +176,7 @@ def _expand_rows(
 @triton.jit
 def _expand_blocks(
     planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out, plane,
-    num_rows, part_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
+    num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -193,17 +192,17 @@ def _expand_blocks(
     y_rows = y_ptr + (token * stride_ym)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    tile_rows = ROW_SPLITS * part_rows
-    h0 = _row_h(planes_ptr, plane, num_rows, part_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+    tile_rows = parts * num_rows
+    h0 = _row_h(planes_ptr, plane, num_rows, parts, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     h1, h2, h3 = h0, h0, h0
     if TILES > 1:
         at = plane + tile_rows
-        h1 = _row_h(planes_ptr, at, num_rows, part_rows, e1, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h1 = _row_h(planes_ptr, at, num_rows, parts, e1, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     if TILES > 2:
         at = plane + 2 * tile_rows
-        h2 = _row_h(planes_ptr, at, num_rows, part_rows, e2, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h2 = _row_h(planes_ptr, at, num_rows, parts, e2, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
         at += tile_rows
-        h3 = _row_h(planes_ptr, at, num_rows, part_rows, e3, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h3 = _row_h(planes_ptr, at, num_rows, parts, e3, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     _walk_blocks(
         weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, TILES,
@@ -230,18 +229,18 @@ def _walk_blocks(
         prior = tl.load(y_rows + n[None, :], mask=y_mask, other=0, cache_modifier=".cg")
         acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
         b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
-        h = _opaque(h0).to(COMPUTE) if LATE else h0
+        h = opaque(h0).to(COMPUTE) if LATE else h0
         acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
         if TILES > 1:
             b = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
-            h = _opaque(h1).to(COMPUTE) if LATE else h1
+            h = opaque(h1).to(COMPUTE) if LATE else h1
             acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
         if TILES > 2:
             b = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
-            h = _opaque(h2).to(COMPUTE) if LATE else h2
+            h = opaque(h2).to(COMPUTE) if LATE else h2
             acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
             b = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
-            h = _opaque(h3).to(COMPUTE) if LATE else h3
+            h = opaque(h3).to(COMPUTE) if LATE else h3
             acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
         summed = (prior.to(tl.float32) + acc).to(y_rows.dtype.element_ty)
         tl.store(y_rows + n[None, :], summed, mask=y_mask)
@@ -256,23 +255,23 @@ def _expand_shared(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_expand_blocks` for 1 to 4 rank tiles; as everywhere, equal bytes of B for each."""
-    width, part_rows = tl.load(task_ptr + 12) * 16, tl.load(task_ptr + 13)
+    width, parts = tl.load(task_ptr + 12) * 16, tl.load(task_ptr + 13)
     if num_tiles == 1:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, part_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
+            plane, num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
             CHUNK, 1, ROWS_N, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     elif num_tiles == 2:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, part_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
+            plane, num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
             CHUNK, 2, ROWS_N // 2, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     else:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, part_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
+            plane, num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
             CHUNK, 4, ROWS_N // 4, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     return n0, n1, n2, n3
@@ -280,14 +279,19 @@ def _expand_shared(
 
 @triton.jit
 def _multiplied(h, b, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + h B^T by the matrix units."""
-    b = tl.trans(_opaque(b).to(COMPUTE))
-    return tl.dot(_opaque(h).to(COMPUTE), b, acc, input_precision=PRECISION)
+    """acc + h B^T by the matrix units.
+
+    Both change their layout through shared memory. Were they not opaque, the compiler would change
+    that of every part of a sum, each between two barriers, one load after the other; and that of B
+    before loads which stand below it have begun.
+    """
+    b = tl.trans(opaque(b).to(COMPUTE))
+    return tl.dot(opaque(h).to(COMPUTE), b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def _row_h(
-    planes_ptr, plane, num_rows, part_rows, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    planes_ptr, plane, num_rows, parts, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
     ROW_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """A x of one rank tile's rows, fp32 [BLOCK_M, 16]: the partial sums of decode, in order, those
@@ -303,26 +307,12 @@ def _row_h(
     for start in range(0, SPLIT_K, SHARES):
         for i in tl.static_range(SHARES):
             for part in tl.static_range(ROW_SPLITS):
-                h_part = h_ptrs + part * part_rows * (SPLIT_K * 16) + (start + i) * 16
+                h_part = h_ptrs + part * num_rows * (SPLIT_K * 16) + (start + i) * 16
                 mask = h_mask if SPLIT_K % SHARES == 0 else h_mask & (start + i < SPLIT_K)
+                if part > 0:  # of few rows a share of K is not cut into parts
+                    mask = mask & (part < parts)
                 h += tl.load(h_part, mask=mask, other=0.0, cache_modifier=".cg")
     return h
-
-
-@triton.jit
-def _opaque(x):
-    """x itself, as something that the compiler cannot see through.
-
-    What is multiplied has to change its layout through shared memory. Without this the compiler
-    changes that of every part of a sum, each between two barriers, one load after the other; and
-    that of B before loads which stand below it have begun.
-    """
-    if _INTERPRETED:
-        return x
-    PACKED: tl.constexpr = 32 // x.dtype.primitive_bitwidth
-    return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACKED
-    )
 
 
 @triton.jit

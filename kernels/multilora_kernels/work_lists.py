@@ -5,19 +5,17 @@ kernel writes them out, in place, as
 
     tiles  int32 [.., 4]   cell, first row in `rows`, number of rows | part << 16, first row in the
                            planes; in decode a tile that several rows share stands here once for
-                           each of the `row_splits` parts that its share of K is cut into
+                           each of the parts that its share of K is cut into
     tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
                            in y / y_unit, first row, number of rows, first plane row, the module's
                            d_out / y_unit, cells of the first four tiles (-1: none), columns / 16,
-                           plane rows of a tile or of a part of one, 0, 0
+                           parts of a tile, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
     rows   int32 [tokens]  row numbers sorted by slot
 
-with the tiles of a segment in a row, so entry t of it begins at plane row `first + t * rows`. In
-decode the shrink takes up to `piece_rows` rows of a segment at a time, and the expand `block_m` of
-them.
+with the tiles of a segment in a row, so entry t of it begins at plane row `first + t * rows`.
 Nothing here depends on the layer: the same lists serve all of them.
 """
 
@@ -59,7 +57,7 @@ IntArray = npt.NDArray[np.int32]
 def write_lists_kernel(
     runs_ptr, cells_ptr, source_rows_ptr, source_counts_ptr, tiles_ptr, tasks_ptr, bands_ptr,
     rows_ptr, counts_ptr, num_runs, num_rows, RUN_FIELDS: tl.constexpr, BAND: tl.constexpr,
-    TASK_M: tl.constexpr, WRITE: tl.constexpr, COPY: tl.constexpr,
+    WRITE: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if program >= num_runs:
@@ -86,28 +84,24 @@ def write_lists_kernel(
             tl.store(tile_out + at * 4 + 2, (at % parts) * 65536 + rows, mask=mask)
             tl.store(tile_out + at * 4 + 3, plane + at * rows, mask=mask)
         task_out = tasks_ptr + tl.load(run + 7) * 16
-        across = tl.load(run + 8)  # tasks side by side, of the same rows
+        num_tasks = tl.load(run + 8)
         columns = tl.load(run + 9)
         y_column = tl.load(run + 10)
         d_out = tl.load(run + 11)
-        down = tl.cdiv(rows, TASK_M)
-        for i in range(0, across * down, WRITE):
+        for i in range(0, num_tasks, WRITE):
             at = i + index
-            mask = at < across * down
+            mask = at < num_tasks
             to = task_out + at * 16
-            # The rows of a piece are cut evenly once more.
-            begin = at // across * rows // down
-            end = (at // across + 1) * rows // down
             tl.store(to, at * 0 + first_tile, mask=mask)
             tl.store(to + 1, at * 0 + num_tiles, mask=mask)
-            tl.store(to + 2, at % across * columns, mask=mask)
+            tl.store(to + 2, at * columns, mask=mask)
             tl.store(to + 3, at * 0 + y_column, mask=mask)
-            tl.store(to + 4, start + begin, mask=mask)
-            tl.store(to + 5, end - begin, mask=mask)
-            tl.store(to + 6, plane + begin, mask=mask)
+            tl.store(to + 4, at * 0 + start, mask=mask)
+            tl.store(to + 5, at * 0 + rows, mask=mask)
+            tl.store(to + 6, at * 0 + plane, mask=mask)
             tl.store(to + 7, at * 0 + d_out, mask=mask)
             tl.store(to + 12, at * 0 + columns, mask=mask)
-            tl.store(to + 13, at * 0 + rows, mask=mask)
+            tl.store(to + 13, at * 0 + parts, mask=mask)
             for tile in tl.static_range(4):
                 cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
                 tl.store(to + 8 + tile, at * 0 + cell, mask=mask)
@@ -217,24 +211,22 @@ def list_runs(
     cells = cells[np.arange(widest) < tiles[:, :, None]]
 
     flat = tiles.reshape(-1).astype(np.int64)
-    parts = np.repeat(np.where(rows == 1, 1, choice.row_splits), len(modules)).astype(np.int64)
+    cut_finely = rows > choice.few_rows
+    parts = np.repeat(np.where(cut_finely, choice.row_splits, 1), len(modules)).astype(np.int64)
     first_tile = _before(flat * parts)
     first_cell = _before(flat)
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))
     columns = np.full_like(flat, choice.block_n * choice.n_steps)
-    rows_of = np.repeat(rows, len(modules)).astype(np.int64)
-    down = -(-rows_of // choice.block_m)
     if choice.is_decode:
-        is_row = rows_of == 1
+        is_row = np.repeat(rows == 1, len(modules))
         kinds = range(SIDE_BY_SIDE + 2)
         alone = np.array([choice.columns(shape, count) for count in kinds])
         kind = np.minimum(flat, SIDE_BY_SIDE + 1)
-        columns = _shared_columns(choice, kind, d_out, np.where(is_row, 0, down))
+        columns = _shared_columns(choice, kind, d_out, is_row)
         columns = np.where(is_row, alone[kind], columns)
     y_column = np.tile(_before(np.array(shape.d_outs)), len(slots))
-    across = -(-d_out // columns)
-    num_tasks = np.where(flat > 0, across * down, 0)
-    plane_rows = flat * parts * rows_of
+    num_tasks = np.where(flat > 0, -(-d_out // columns), 0)
+    plane_rows = flat * parts * np.repeat(rows, len(modules))
     seg_tiles = tiles.sum(axis=1)
     seg_bands = -(-seg_tiles // SIDE_BY_SIDE)
     # The first module that a segment has writes the bands of the whole segment.
@@ -247,10 +239,10 @@ def list_runs(
             flat,
             first_cell,
             np.repeat(start, len(modules)),
-            rows_of,
+            np.repeat(rows, len(modules)),
             _before(plane_rows),
             _before(num_tasks),
-            across,
+            num_tasks,
             columns // 16,
             y_column // shape.y_unit,
             d_out // shape.y_unit,
@@ -269,17 +261,16 @@ def _shared_columns(
     choice: LoraChoice,
     kind: npt.NDArray[np.int64],
     d_out: npt.NDArray[np.int64],
-    down: npt.NDArray[np.int64],
+    is_row: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int64]:
     """Columns of a task of each run whose rows share an adapter: as many blocks as leave enough
-    tasks for the chip. `kind`: rank tiles, five for all that are more than four; `down`: tasks of
-    the same columns, 0 for rows alone."""
-    down = np.where(kind > 0, down, 0)
+    tasks for the chip. `kind`: rank tiles, five for all that are more than four."""
+    live = ~is_row & (kind > 0)
     blocks = choice.n_steps
     while True:
         widths = [choice.shared_columns(count, blocks) for count in range(SIDE_BY_SIDE + 2)]
         columns = np.array(widths)[kind]
-        if blocks == 1 or int((-(-d_out // columns) * down).sum()) >= choice.wanted_tasks:
+        if blocks == 1 or int((-(-d_out // columns))[live].sum()) >= choice.wanted_tasks:
             return columns
         blocks //= 2
 
@@ -430,15 +421,13 @@ class WorkLists:
         choices = {n: self._choose(s, num_tokens, self.chip) for n, s in self.shapes.items()}
         found = {}
         for name, shape in self.shapes.items():
-            pieces = cut(indptr, slots, choices[name].piece_rows)
+            pieces = cut(indptr, slots, choices[name].block_m)
             found[name] = list_runs(self.table, shape, choices[name], pieces)
         self._grow({n: Capacity(f.num_tiles, f.num_tasks, f.num_bands) for n, f in found.items()})
         for name, runs in found.items():
             self.planes(runs.plane_rows, choices[name].splits(self.shapes[name].d_in))
         self._set_groups(choices, found)
-        # One for all groups: 16 in decode, 64 above.
-        (task_m,) = {choice.block_m for choice in choices.values()}
-        self._write(found, permutation, task_m)
+        self._write(found, permutation)
 
     def _set_groups(
         self, choices: Mapping[str, LoraChoice], found: Mapping[str, _GroupRuns]
@@ -466,7 +455,7 @@ class WorkLists:
                 base.tiles + size.tiles, base.tasks + size.tasks, base.bands + size.bands
             )
 
-    def _write(self, found: Mapping[str, _GroupRuns], permutation: IntArray, task_m: int) -> None:
+    def _write(self, found: Mapping[str, _GroupRuns], permutation: IntArray) -> None:
         """One upload, one launch."""
         counts = np.zeros((4, 4), dtype=np.int32)
         cells_before = 0
@@ -492,6 +481,5 @@ class WorkLists:
             source_runs, source_cells, source_rows, source_counts,
             self._tiles, self._tasks, self._bands, self.rows, self._counts,
             len(runs_flat), len(permutation),
-            RUN_FIELDS=RUN_FIELDS, BAND=SIDE_BY_SIDE, TASK_M=task_m, WRITE=_WRITE, COPY=_COPY,
-            num_warps=1,
+            RUN_FIELDS=RUN_FIELDS, BAND=SIDE_BY_SIDE, WRITE=_WRITE, COPY=_COPY, num_warps=1,
         )  # fmt: skip

@@ -68,8 +68,8 @@ FORMS: dict[str, dict[str, object]] = {
     "two blocks": {"n_steps": 2, "rows_n": 128},
     "one block": {"n_steps": 1, "rows_n": 256},
     "eight blocks": {"n_steps": 8, "rows_n": 128},
-    "pieces of 64 rows": {"piece_rows": 64},
-    "pieces of 32, one block": {"piece_rows": 32, "n_steps": 1, "row_splits": 1},
+    "few rows held": {"few_rows": 4, "row_splits": 4},
+    "none held": {"few_rows": 1, "row_splits": 2},
 }
 
 

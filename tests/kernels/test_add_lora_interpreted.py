@@ -54,24 +54,20 @@ def test_a_segment_of_more_rows_than_a_tile_is_cut(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("n_steps", [1, 2])
-def test_the_shrink_takes_more_rows_at_a_time_than_the_expand(
-    n_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces of up to 32 rows, of which the expand takes 8 to 16: planes are cut within a tile."""
+def test_few_rows_of_an_adapter_are_not_cut(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two to four rows are multiplied and summed as one is; five are matrix tiles in two parts."""
     decode = lora_choice._decode
-    wide = {"rows_n": 64, "n_steps": n_steps, "row_splits": 2, "piece_rows": 32}
-    monkeypatch.setattr(lora_choice, "_decode", lambda *given: replace(decode(*given), **wide))
+    few = {"rows_n": 64, "n_steps": n_steps, "row_splits": 2, "few_rows": 4}
+    monkeypatch.setattr(lora_choice, "_decode", lambda *given: replace(decode(*given), **few))
     fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 8 * PAGE_BYTES, torch.float32, seed=4)
-    slots = [7] * 35 + [3] * 17 + [6] * 16 + [5] * 2 + [1]
+    slots = [7] * 4 + [3] * 5 + [6] * 3 + [5] * 2 + [1]
     segments = Segments(len(slots), "cpu")
     segments.build(slots)
-    lists = segments.lists(fleet.table).groups["o"]
-    live = lists.tasks[: lists.num_tasks]
-    # First row, rows, plane rows of a part of a tile: 35 rows are pieces of 17 and 18.
-    cut = {tuple(task[[4, 5, 13]].tolist()) for task in live if int(task[4]) > 35}
-    assert cut == {(36, 8, 17), (44, 9, 17), (53, 9, 18), (62, 9, 18)}
-    assert sorted({int(rows) for rows in live[:, 5]}) == [1, 2, 8, 9, 16]
-    check(fleet, slots, "o", 9, [1])
+    lists = segments.lists(fleet.table).groups["down"]
+    parts = {(int(task[5]), int(task[13])) for task in lists.tasks[: lists.num_tasks]}
+    assert parts == {(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)}
+    for group in ("down", "qkv"):
+        check(fleet, slots, group, 9, [1])
 
 
 @pytest.mark.parametrize("row_splits", [2, 4])

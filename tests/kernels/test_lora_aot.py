@@ -71,8 +71,8 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     }
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
-        fixed |= {"WIDE_M": choice.piece_rows, "STAGES": choice.shrink_stages}
-        fixed |= {"EVEN_K": shape.d_in % choice.span == 0, "EARLY": choice.pdl}
+        fixed |= {"FEW_ROWS": choice.few_rows, "STAGES": choice.shrink_stages}
+        fixed |= {"EVEN_K": shape.d_in % choice.span == 0, "EARLY": choice.pdl, "APART": choice.pdl}
         return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     signature |= {"bands_ptr": "*i32", "counts_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
@@ -163,32 +163,30 @@ def test_planes_and_y_are_not_touched_before_the_wait(
     assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), ("st.global",)) != []
 
 
-@pytest.mark.parametrize("wide", [{}, {"piece_rows": 64}])
+@pytest.mark.parametrize("few", [{}, {"few_rows": 4}])
 def test_x_is_not_read_before_the_wait(
-    wide: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    few: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records, table and weights are, which is what an early start is for."""
-    chosen = with_tuned(choose(SHAPES["qkv"], 16, H200), wide)
+    chosen = with_tuned(choose(SHAPES["qkv"], 16, H200), few)
     monkeypatch.setitem(globals(), "choose", lambda *given: chosen)
     kernel, signature, fixed = shrink_arguments(90, "qkv", 16)
     ptx = compiled_for(kernel, signature, fixed, 90, 4, 3).asm["ptx"]
-    (entry,) = (body for body in functions(ptx) if "launch_dependents" in body)
+    bodies = functions(ptx)
+    (entry,) = (body for body in bodies if "launch_dependents" in body)
     # No entry of the table, a row alone, nothing to do at all; shared rows in functions of theirs.
-    assert entry.count("griddepcontrol.wait") == 3
+    assert entry.count("griddepcontrol.wait") == 3 and len(bodies) == 2 + bool(few)
     ends = (" ]", "]", " +", "+")
-    x = [f"[ {register}{end}" for register in addresses_from(entry, 0) for end in ends]
-    assert len(x) > 8 and early_lines(entry, ("st.global", *x)) == []
-    assert early_lines(entry.replace("griddepcontrol.wait", ""), x) != []
+    for body in bodies:
+        x = [f"[ {register}{end}" for register in addresses_from(body, 0) for end in ends]
+        assert len(x) > 8 and early_lines(body, ("st.global", *x)) == []
+        assert early_lines(body.replace("griddepcontrol.wait", ""), x) != []
     assert len(early_lines(entry, ("ld.global.v4",))) >= 16, "the weights of a row alone"
-    shared = [body for body in functions(ptx) if body != entry]
-    assert len(shared) == 1 + bool(wide)
-    for body in shared:
-        assert early_lines(body, ("ld.global", "st.global", "cp.async")) == []
 
 
 def addresses_from(ptx: str, parameter: int) -> set[str]:
     """Registers that are calculated from a pointer argument of the kernel."""
-    (first,) = re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[\w+_param_{parameter}\];", ptx)
+    (first,) = re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[[\w$]+_param_{parameter}\];", ptx)
     found, before = {first}, 0
     while len(found) > before:
         before = len(found)
@@ -255,7 +253,6 @@ def test_the_list_writer_compiles(sm: int) -> None:
     fixed = {
         "RUN_FIELDS": RUN_FIELDS,
         "BAND": SIDE_BY_SIDE,
-        "TASK_M": 16,
         "WRITE": 32,
         "COPY": 1024,
     }
