@@ -1,8 +1,7 @@
 """Which warm images residency holds for adapters that somebody wants on the device."""
 
-from collections.abc import Iterable
-
 from multilora_cli.adapters.lease import State
+from multilora_cli.adapters.pending import Pending
 from multilora_cli.adapters.residency_entry import Entry, WarmTier
 
 
@@ -39,17 +38,9 @@ class ImageHolds:
         self.released += 1
         return freed
 
-    def give_way(self, entry: Entry, pending: Iterable[Entry]) -> None:
+    def give_way(self, entry: Entry, pending: Pending) -> None:
         """Let go of the image of the last in the order that waits, so that `entry` can load."""
         mine = entry.demand()
-        held = [
-            (order, other)
-            for other in pending
-            if other.state is State.WARM
-            and other.image is not None
-            and (order := other.demand()) is not None
-        ]
-        if mine is not None and held:
-            order, last = max(held, key=lambda pair: pair[0])
-            if order > mine:
-                self.release(last)
+        last = pending.last(lambda other: other.state is State.WARM and other.image is not None)
+        if mine is not None and last is not None and last[0] > mine:
+            self.release(last[1])

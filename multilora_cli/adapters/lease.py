@@ -47,7 +47,9 @@ class Lease:
     """One sequence's claim on one version, from admission to its end.
 
     `order` is the sequence's place in the order, `serial` the claim's own number. A running lease
-    holds the slot; a waiting one asks for it.
+    holds the slot; a waiting one asks for it. `asleep` says what it waits for, its adapter's bytes
+    or room on the device, while that and what the adapter takes stay as they are: None once either
+    may have changed.
     """
 
     digest: str
@@ -55,6 +57,7 @@ class Lease:
     serial: int
     running: bool = False
     released: bool = False
+    asleep: Literal["load", "room"] | None = None
 
 
 @dataclass(frozen=True)

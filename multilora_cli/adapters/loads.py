@@ -25,9 +25,14 @@ class Loads:
         self._notify = notify  # on a loader thread, whenever a load ends
         self._running = 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a thread is free."""
+        return self._running < self._most
+
     def start(self, entry: Entry) -> bool:
         """Read and convert the entry's files; False: every thread is busy."""
-        if self._running >= self._most:
+        if not self.has_room:
             return False
         self._running += 1
         entry.started_at = self._now()

@@ -1,6 +1,6 @@
 """Pages of the adapters that are pinned to the device: no other adapter can ever have them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from multilora_cli.adapters.residency_entry import Entry
 
@@ -8,13 +8,17 @@ from multilora_cli.adapters.residency_entry import Entry
 class PinnedPages:
     """Counts over the placed adapters; counted again where a pinned one came, went or changed."""
 
-    def __init__(self, placed: Mapping[str, Entry]) -> None:
+    def __init__(self, placed: Mapping[str, Entry], changed: Callable[[], None]) -> None:
+        """`changed` is called when `total` did."""
         self._placed = placed
+        self._changed = changed
         self.total = 0
 
     def recount(self) -> None:
         """A pin changed."""
-        self.total = sum(map(_pages, self._placed.values()))
+        before, self.total = self.total, sum(map(_pages, self._placed.values()))
+        if self.total != before:
+            self._changed()
 
     def moved(self, entry: Entry) -> None:
         """An adapter came to the device or left it."""

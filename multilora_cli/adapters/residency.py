@@ -17,22 +17,13 @@ from concurrent.futures import Executor
 from multilora_cli.adapters.hot_tier import HotTier
 from multilora_cli.adapters.idle_adapters import IdleAdapters
 from multilora_cli.adapters.image_holds import ImageHolds
-from multilora_cli.adapters.lease import (
-    Done,
-    Failure,
-    Lease,
-    Obstacle,
-    Pin,
-    Standing,
-    State,
-    Version,
-)
+from multilora_cli.adapters.lease import Done, Failure, Lease, Obstacle, Pin, State, Version
 from multilora_cli.adapters.loads import Loads
 from multilora_cli.adapters.pending import Pending
 from multilora_cli.adapters.pinned_pages import PinnedPages
 from multilora_cli.adapters.prefetch import Prefetch
+from multilora_cli.adapters.reports import Reports
 from multilora_cli.adapters.residency_entry import Call, Drain, Entry, NoHostRoom, WarmTier
-from multilora_cli.adapters.untold import Untold
 from multilora_cli.errors import MloraError
 from multilora_cli.memory.eviction import EvictionRule
 from multilora_cli.memory.page_pool import IntegrityError
@@ -68,12 +59,10 @@ class Residency:
         self._placed: dict[str, Entry] = {}  # copying or hot
         self.prefetch = Prefetch(prefetch_bytes_per_s, now)
         self.idle = IdleAdapters(self._evict_idle)
-        self._untold = Untold(warm.take_left)
         self._pending = Pending()
         self._serial = 0
-        self._pinned = PinnedPages(self._placed)
-        self._events: list[Standing] = []
-        self._done: list[Done] = []
+        self._pinned = PinnedPages(self._placed, self._wake_all)
+        self.reports = Reports(self._entries, warm, now, self._lost_image)
         self.purge: Callable[[str], int] = lambda digest: 0  # cached prefixes of a digest
         self.on_loaded: Callable[[], None] = lambda: None  # on a loader thread
         self.loads = 0
@@ -109,6 +98,10 @@ class Residency:
         self._touch(entry)
         return entry.placement.slot
 
+    def sleep(self, lease: Lease) -> None:
+        """Set `lease.asleep` where nothing has to be asked about it until that is None again."""
+        self._entries[lease.digest].sleep(lease)
+
     def is_ready(self, lease: Lease) -> bool:
         """Whether `acquire` would give a slot now."""
         entry = self._entries[lease.digest]
@@ -140,8 +133,12 @@ class Residency:
     def waits_for_room(self, lease: Lease) -> bool:
         """Whether only slots and pages, which others hold, keep the lease from running."""
         entry = self._entries[lease.digest]
-        is_warm = entry.state in (State.WARM, State.COPYING, State.HOT)
-        return is_warm and entry.may_run(lease)
+        return entry.state in (State.WARM, State.COPYING, State.HOT) and entry.may_run(lease)
+
+    @property
+    def no_room(self) -> Obstacle:
+        """What the device has none of for an adapter in host memory."""
+        return "pages" if self._hot.has_free_slot else "slot"
 
     def obstacle(self, lease: Lease) -> Obstacle | None:
         """What `acquire` waits for; None: it would give a slot now."""
@@ -150,9 +147,7 @@ class Residency:
             return "drain"
         if entry.state is State.HOT:
             return None
-        if entry.state is not State.WARM:
-            return "load"
-        return "pages" if self._hot.has_free_slot else "slot"
+        return self.no_room if entry.state is State.WARM else "load"
 
     def reorder(self, lease: Lease, order: int) -> None:
         """The sequence's place in the order changed while it waits."""
@@ -176,8 +171,7 @@ class Residency:
             return self._pinned.total
         entry = self._entries[lease.digest]
         placed = entry.placement or entry.image
-        own = placed.plan.num_pages if placed is not None else 0
-        return own + self._pinned.beside(entry)
+        return (placed.plan.num_pages if placed else 0) + self._pinned.beside(entry)
 
     # ---- what operators do
 
@@ -185,7 +179,7 @@ class Residency:
         self, call_id: int, version: Version, order: int, *, hot: bool = False,
         pin: Pin | None = None, priority: int = 0,
     ) -> None:  # fmt: skip
-        """Bring `version` up to warm, or hot; the outcome appears in `take_done`."""
+        """Bring `version` up to warm, or hot; the outcome appears in `reports.take_done`."""
         entry = self._entry(version)
         hot = hot or pin == "hot"
         if pin == "hot" and entry.pin != "hot":
@@ -193,7 +187,7 @@ class Residency:
             slots = self._hot.num_slots
             if pinned + 1 >= slots:
                 reason = f"{pinned} of {slots} slots are pinned: no slot would stay free"
-                self._done.append(Done(call_id, self._standing(entry), reason))
+                self.reports.done(call_id, entry, reason)
                 return
         if entry.failure is not None:
             self._reset(entry)
@@ -210,23 +204,21 @@ class Residency:
         """Move `digest` down once the leases that exist now have ended; see `take_done`."""
         entry = self._entries.get(digest)
         if entry is None:
-            freed = self.purge(digest) if purge else 0
-            self._done.append(Done(call_id, None, freed_pages=freed))
+            self.reports.done(call_id, None, pages=self.purge(digest) if purge else 0)
             return
         if entry.pin is not None and not unpin:
             reason = f"adapter {entry.version.name} is pinned {entry.pin}"
-            self._done.append(Done(call_id, self._standing(entry), reason))
+            self.reports.done(call_id, entry, reason)
             return
         if entry.pin is not None:
-            self._warm.pin(digest, False)
-            entry.pin = None
-            self._changed(entry)
+            self._unpin(entry)
             self._pinned.recount()
         for call in entry.calls:
             reason = f"adapter {entry.version.name} was evicted before it was loaded"
-            self._done.append(Done(call.call_id, self._standing(entry), reason))
+            self.reports.done(call.call_id, entry, reason)
         entry.calls.clear()
         entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
+        entry.wake()
         self._leases_changed(entry)
         self._pending.add(entry)
 
@@ -242,7 +234,7 @@ class Residency:
         self._hot.flush()
 
     def _move_wanted(self) -> None:
-        for entry in self._pending:
+        for entry in self._pending.attended():
             if entry.state is State.LOADING:
                 self._finish_load(entry)
             elif entry.placement is not None:
@@ -252,14 +244,16 @@ class Residency:
             if entry.calls:
                 self._answer_calls(entry)
         tries = _LOOK_AHEAD
-        for order, entry in self._pending.wanted():
+        for order, entry in self._pending.wanted(lambda: self._loads.has_room):
+            if not tries and not self._loads.has_room:
+                break
             if entry.state is State.STORED:
                 self._start_load(entry)
             elif entry.state is State.WARM and tries and entry.wants_hot():
                 tries -= not self._start_copy(entry, order)
                 self._finish_copy(entry)
                 self._answer_calls(entry)
-        self._pending.drop_settled(self._entries)
+        self._pending.drop_settled(lambda entry: self._entries.get(entry.digest) is entry)
 
     def _move_popular(self) -> None:
         """Nobody wants a load or copy: bring up the first that there is room for."""
@@ -282,33 +276,12 @@ class Residency:
 
     def busy(self) -> bool:
         """Whether a load or copy is on its way, so that polling again soon is worth it."""
-        return any(entry.is_moving for entry in self._pending)
+        return any(entry.is_moving for entry in self._pending.attended())
 
     @property
     def has_work(self) -> bool:
         """Whether `poll` has anything left to do, now or later; beside `prefetch`."""
         return bool(self._pending)
-
-    def take_events(self) -> list[Standing]:
-        """Tier changes since the last call, in order."""
-        events, self._events = self._events, []
-        return events
-
-    def take_done(self) -> list[Done]:
-        """Outcomes of load and evict calls since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def standings(self) -> list[Standing]:
-        """Every known digest."""
-        return [self._standing(entry) for entry in self._entries.values()]
-
-    def take_changes(self) -> tuple[list[Standing], list[str]]:
-        """Digests that changed since the last call, at first all, and those known no more."""
-        digests = self._untold.take()
-        known = [entry for each in digests if (entry := self._entries.get(each)) is not None]
-        gone = [digest for digest in digests if digest not in self._entries]
-        return [self._standing(entry) for entry in known], gone
 
     def check_integrity(self) -> None:
         """States, holds, leases, slots and pages agree."""
@@ -320,6 +293,7 @@ class Residency:
         placements = [e.placement for e in self._placed.values() if e.placement is not None]
         self._hot.check_integrity(placements)
         self.idle.check_integrity(iter(self._placed.values()))
+        self._pending.check_integrity(self._entries.values())
 
     # ---- one entry
 
@@ -327,7 +301,7 @@ class Residency:
         entry = self._entries.get(version.digest)
         if entry is None:
             entry = self._entries[version.digest] = Entry(version)
-            self._untold.add(version.digest)
+            self.reports.changed(version.digest)
             if self._warm.nbytes(version.digest):
                 entry.state = State.WARM
         entry.version = version
@@ -382,11 +356,11 @@ class Residency:
             entry.drains.pop(0)
             self._leases_changed(entry)
             entry.uses = 0.0  # an operator sent it away: only new requests make it popular again
-            standing = self._standing(entry)
+            standing = self.reports.standing(entry)
             unused = not (entry.drains or entry.leases or entry.calls or entry.pin)
             if unused and drain.cold:
                 del self._entries[entry.digest]
-            self._done.append(Done(drain.call_id, standing, None, pages, host))
+            self.reports.evicted(Done(drain.call_id, standing, None, pages, host))
 
     def _answer_calls(self, entry: Entry) -> None:
         """Reply to the load calls whose tier is reached, or can never be."""
@@ -397,14 +371,13 @@ class Residency:
         open_calls = []
         for call in entry.calls:
             if reason is not None or entry.state is State.HOT or (warm and not call.hot):
-                self._done.append(Done(call.call_id, self._standing(entry), reason))
+                self.reports.done(call.call_id, entry, reason)
             else:
                 open_calls.append(call)
         entry.calls = open_calls
+        self._pending.changed(entry)
         if reason is not None and entry.pin is not None:
-            self._warm.pin(entry.digest, False)
-            entry.pin = None
-            self._changed(entry)
+            self._unpin(entry)
         self._holds.unhold(entry)
 
     def _start_load(self, entry: Entry) -> bool:
@@ -419,6 +392,7 @@ class Residency:
         if not self._holds.take(entry) or entry.image is None:
             self._set_state(entry, State.STORED)
             return True
+        entry.wake()  # what it takes is known now
         plan = entry.image.plan
         most = self._hot.page_limit - self._pinned.beside(entry)
         if plan.num_pages > most:
@@ -472,8 +446,7 @@ class Residency:
     def _reset(self, entry: Entry) -> None:
         """A failed adapter may be tried again."""
         entry.failure = None
-        warm = self._warm.nbytes(entry.digest)
-        self._set_state(entry, State.WARM if warm else State.STORED)
+        self._set_state(entry, State.WARM if self._warm.nbytes(entry.digest) else State.STORED)
 
     def _stop(self, entry: Entry, lease: Lease) -> None:
         if not lease.running:
@@ -495,22 +468,33 @@ class Residency:
 
     def _drop_image(self, entry: Entry) -> int:
         freed = self._holds.drop(entry)
-        self._untold.add(entry.digest)
+        self.reports.changed(entry.digest)
         if entry.state is State.WARM:
             self._set_state(entry, State.STORED)
         return freed
 
-    def _standing(self, entry: Entry) -> Standing:
-        if entry.state is State.WARM and not self._warm.nbytes(entry.digest):
-            entry.state = State.STORED
-        return entry.standing(self._now(), self._warm.nbytes(entry.digest))
+    def _unpin(self, entry: Entry) -> None:
+        self._warm.pin(entry.digest, False)
+        entry.pin = None
+        self._changed(entry)
+
+    def _lost_image(self, entry: Entry) -> None:
+        entry.state = State.STORED
+        entry.wake()
+        self._changed(entry)
 
     def _changed(self, entry: Entry) -> None:
         self.idle.changed(entry)
-        self._untold.add(entry.digest)
+        self._pending.changed(entry)
+        self.reports.changed(entry.digest)
+
+    def _wake_all(self) -> None:
+        for entry in self._entries.values():
+            entry.wake()
 
     def _set_state(self, entry: Entry, state: State) -> None:
         if state is not entry.state:
             entry.enter(state, self._now())
+            entry.wake()
             self._changed(entry)
-            self._events.append(self._standing(entry))
+            self.reports.moved(entry)

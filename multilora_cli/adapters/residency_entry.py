@@ -132,6 +132,16 @@ class Entry:
         """To be called after every change of leases, of their state, or of drains."""
         self.oldest = None
 
+    def sleep(self, lease: Lease) -> None:
+        """Let `lease` wait until something changes that decides whether and when it may run."""
+        if not self.drains and self.state in (State.STORED, State.LOADING, State.WARM):
+            lease.asleep = "room" if self.state is State.WARM else "load"
+
+    def wake(self) -> None:
+        """To be called after changes of state, image or drains, and of what others have pinned."""
+        for lease in self.leases:
+            lease.asleep = None
+
     def wants_hot(self) -> bool:
         """Whether a lease, a call or a pin asks for the device."""
         return (

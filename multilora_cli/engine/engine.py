@@ -235,11 +235,11 @@ class Engine:
     def take_replies(self) -> list[Reply]:
         """Replies to calls that are answered."""
         replies, self._replies = self._replies, []
-        return replies + [_reply(done) for done in self.parts.residency.take_done()]
+        return replies + [_reply(done) for done in self.parts.residency.reports.take_done()]
 
     def take_events(self) -> list[AdapterEvent]:
         """Adapters that changed their tier."""
-        return [AdapterEvent(_status(s)) for s in self.parts.residency.take_events()]
+        return [AdapterEvent(_status(s)) for s in self.parts.residency.reports.take_events()]
 
     def _load(self, message: LoadAdapter) -> None:
         self._arrivals += 1
@@ -329,11 +329,11 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         """Counters and residency at this moment."""
-        return self._snapshot(self.parts.residency.standings(), [])
+        return self._snapshot(self.parts.residency.reports.standings(), [])
 
     def changes(self) -> Snapshot:
         """The same, but of adapters only what changed since the last call."""
-        return self._snapshot(*self.parts.residency.take_changes())
+        return self._snapshot(*self.parts.residency.reports.take_changes())
 
     def _snapshot(self, adapters: list[Standing], gone: list[str]) -> Snapshot:
         parts, pool = self.parts, self.parts.pool

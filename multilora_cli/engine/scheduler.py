@@ -12,11 +12,12 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
 
-from multilora_cli.adapters.lease import Failure, Lease, Obstacle
+from multilora_cli.adapters.lease import Lease
 from multilora_cli.engine.batch_plan import ScheduledBatch, ScheduledRow
 from multilora_cli.engine.fair_order import FairOrder
+from multilora_cli.engine.leases import Leases
 from multilora_cli.engine.messages import Delta, Fault, FinishReason
 from multilora_cli.engine.sequence import Sequence, Status
 from multilora_cli.engine.waits import Reason, Waits, reason_of
@@ -24,22 +25,6 @@ from multilora_cli.memory.kv_cache import KVCache
 from multilora_cli.memory.page_pool import IntegrityError
 from multilora_cli.memory.prefix_cache import extend_keys
 from multilora_cli.sizing.pages import pages_for_tokens
-
-
-class Leases(Protocol):
-    """What the scheduler asks of adapters (adapters.residency.Residency)."""
-
-    def obstacle(self, lease: Lease) -> Obstacle | None: ...
-    def reorder(self, lease: Lease, order: int) -> None: ...
-    def acquire(self, lease: Lease) -> int | None: ...
-    def suspend(self, lease: Lease) -> None: ...
-    def release(self, lease: Lease) -> None: ...
-    def failure(self, lease: Lease) -> Failure | None: ...
-    def is_loading(self, lease: Lease) -> bool: ...
-    def waits_for_room(self, lease: Lease) -> bool: ...
-    def pages_needed(self, lease: Lease) -> int: ...
-    def pages_held(self, lease: Lease) -> int: ...
-    def footprint(self, lease: Lease | None) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +63,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both in order
         self._running: list[Sequence] = []
         self._requests: dict[int, list[Sequence]] = {}
+        self._live = 0  # sequences that have not ended
         self._running_adapters: Counter[str] = Counter()
         self._adapter_pages: dict[str, int] = {}  # of the running adapters
         self._ended: list[Delta] = []
@@ -96,6 +82,7 @@ class Scheduler:
         """Admit a request: one sequence that computes the prompt and its FORKING children."""
         first = sequences[0]
         self._requests[first.request_id] = list(sequences)
+        self._live += len(sequences)
         first.children = sequences[1:]
         for child in first.children:
             child.status = Status.FORKING
@@ -132,6 +119,7 @@ class Scheduler:
             self._leases.release(sequence.lease)
         request = self._requests[sequence.request_id]
         request.remove(sequence)
+        self._live -= 1
         if not request:
             del self._requests[sequence.request_id]
 
@@ -222,7 +210,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no page, those whose prompt is being computed included."""
-        return sum(len(sequences) for sequences in self._requests.values()) - len(self._running)
+        return self._live - len(self._running)
 
     @property
     def num_running(self) -> int:
@@ -247,26 +235,40 @@ class Scheduler:
         """Every live sequence is in exactly one place and holds what its state says."""
         running, waiting = set(self._running), set(self._waiting)
         for queue in (self._running, self._waiting):
-            if [s.order for s in queue] != sorted(s.order for s in queue):
+            if any(after.order < before.order for before, after in pairwise(queue)):
                 raise IntegrityError("a queue is out of order")
         for sequence in self.sequences():
-            holds = sequence.seq_id in self._kv
-            if (sequence.status is Status.RUNNING) != (sequence in running) or holds != (
-                sequence in running
-            ):
-                raise IntegrityError(
-                    f"sequence {sequence.seq_id}: {sequence.status}, pages {holds}"
-                )
-            if (sequence.status is Status.WAITING) != (sequence in waiting):
-                raise IntegrityError(f"sequence {sequence.seq_id} is {sequence.status} in no queue")
-            if sequence.lease is not None and sequence.lease.running != (sequence in running):
-                raise IntegrityError(f"sequence {sequence.seq_id}: its lease says otherwise")
+            self._check(sequence, sequence in running, sequence in waiting)
         self.fair.check_integrity(self.sequences())
         if set(self._adapter_pages) != set(self._running_adapters):
             raise IntegrityError("the pages of running adapters are counted wrongly")
+        if self._live != sum(map(len, self._requests.values())):
+            raise IntegrityError(f"{self._live} sequences are counted that have not ended")
         if len(self._kv) != len(running):
             raise IntegrityError(f"{len(self._kv)} page tables, {len(running)} running")
         self._kv.check_integrity()
+
+    def _check(self, sequence: Sequence, runs: bool, waits: bool) -> None:
+        """It is where its state says, and holds what is held there."""
+        status, holds = sequence.status, sequence.seq_id in self._kv
+        if (status is Status.RUNNING) != runs or holds != runs:
+            raise IntegrityError(f"sequence {sequence.seq_id}: {status}, pages {holds}")
+        if (status is Status.WAITING) != waits:
+            raise IntegrityError(f"sequence {sequence.seq_id} is {status} in no queue")
+        if sequence.lease is not None and sequence.lease.running != runs:
+            raise IntegrityError(f"sequence {sequence.seq_id}: its lease says otherwise")
+        if waits:
+            self._check_sleep(sequence)
+
+    def _check_sleep(self, sequence: Sequence) -> None:
+        """What a sleeping sequence waits for is what asking about it would say."""
+        lease = sequence.lease
+        if lease is None or lease.asleep is None:
+            return
+        leases, found = self._leases, self._leases.obstacle(lease)
+        is_same = leases.is_loading(lease) if lease.asleep == "load" else found == leases.no_room
+        if not is_same or leases.failure(lease) is not None or self._is_too_large(sequence):
+            raise IntegrityError(f"sequence {sequence.seq_id} sleeps, and should be told: {found}")
 
     # ---- rules
 
@@ -311,19 +313,21 @@ class Scheduler:
         spare = 0
         overdue = False
         waiting = list(self._waiting)
+        is_closed = self._is_closed(rows, budget, most_rows)
         for index, sequence in enumerate(waiting):
-            is_full = len(self._running) >= self._limits.max_num_seqs
-            if is_full or budget <= 0 or len(rows) >= most_rows:
+            if is_closed:
                 self.waits.count("place", len(waiting) - index)
                 break
-            if sequence.num_pending:  # preempted while its token was on the way
-                self.waits.count("kv_pages")
-                continue
-            if self._is_hopeless(sequence, now):
-                continue
-            obstacle = self._obstacle(sequence, overdue)
-            if obstacle is not None:
-                self.waits.count(obstacle)
+            reason = self._asleep(sequence, now)
+            if reason is None:
+                if sequence.num_pending:  # preempted while its token was on the way
+                    self.waits.count("kv_pages")
+                    continue
+                if self._is_hopeless(sequence, now):
+                    continue
+                reason = self._obstacle(sequence, overdue)
+            if reason is not None:
+                self.waits.count("turn" if overdue else reason)
                 if not overdue and self._is_overdue(sequence, now):
                     overdue = True
                     spare = self._needs(sequence)
@@ -333,12 +337,30 @@ class Scheduler:
                 break
             rows.append(self._row(sequence, min(budget, sequence.remaining)))
             budget -= rows[-1].length
+            is_closed = self._is_closed(rows, budget, most_rows)
+
+    def _is_closed(self, rows: list[ScheduledRow], budget: int, most_rows: int) -> bool:
+        """Whether nobody else can be taken up in this step."""
+        most = self._limits.max_num_seqs
+        return budget <= 0 or len(rows) >= most_rows or len(self._running) >= most
+
+    def _asleep(self, sequence: Sequence, now: float) -> Reason | None:
+        """What it still waits for if nothing about that has changed. A thousand may wait for
+        adapters that load two at a time: they are passed over without another question."""
+        lease = sequence.lease
+        if lease is None or lease.asleep is None:
+            return None
+        if lease.asleep == "room":
+            return reason_of(self._leases.no_room)
+        in_time = now - sequence.waiting_since <= self._limits.adapter_wait_limit_s
+        return "adapter_load" if in_time else None
 
     def _obstacle(self, sequence: Sequence, overdue: bool) -> Reason | None:
         """What keeps a waiting sequence's adapter from running with it."""
         lease = sequence.lease
         if lease is None:
             return None
+        self._leases.sleep(lease)
         if overdue:
             return "turn"
         found = self._leases.obstacle(lease)
@@ -359,19 +381,15 @@ class Scheduler:
     def _is_overdue(self, sequence: Sequence, now: float) -> bool:
         """Whether it waited too long for what those behind it would take. A load is no such wait:
         it comes to an end whoever runs meanwhile."""
-        lease = sequence.lease
-        waited = now - sequence.waiting_since
-        return (
-            lease is not None
-            and waited > self._limits.adapter_wait_s
-            and self._leases.waits_for_room(lease)
-        )
+        lease, waited = sequence.lease, now - sequence.waiting_since
+        if lease is None or lease.asleep == "load" or waited <= self._limits.adapter_wait_s:
+            return False
+        return self._leases.waits_for_room(lease)
 
     def _is_hopeless(self, sequence: Sequence, now: float) -> bool:
         """End a waiting sequence that can never run, or whose adapter cannot be had."""
         lease = sequence.lease
-        pages = pages_for_tokens(sequence.most_kv_tokens) + self._leases.footprint(lease)
-        if pages > self._limits.usable_pages:
+        if self._is_too_large(sequence):
             self.end(sequence, "error", _too_long(sequence, self._limits.usable_pages))
             return True
         if lease is None:
@@ -387,6 +405,11 @@ class Scheduler:
             self.end(sequence, "error", Fault("adapter_loading", message, 5.0))
             return True
         return False
+
+    def _is_too_large(self, sequence: Sequence) -> bool:
+        """Whether it can never have its pages beside those of its adapter and of pinned ones."""
+        pages = pages_for_tokens(sequence.most_kv_tokens) + self._leases.footprint(sequence.lease)
+        return pages > self._limits.usable_pages
 
     def _needs(self, sequence: Sequence) -> int:
         """Pages to keep free for an overdue sequence and its adapter."""

@@ -107,7 +107,7 @@ class Walk:
 
     def _poll(self) -> None:
         self.residency.poll()
-        for done in self.residency.take_done():
+        for done in self.residency.reports.take_done():
             self.calls.remove(done.call_id)
 
     def _launch(self) -> None:
@@ -163,11 +163,11 @@ class Walk:
         """Whoever takes changes now and then knows the same as whoever asks about everything."""
         if self.next % 3:
             return
-        changed, gone = self.residency.take_changes()
+        changed, gone = self.residency.reports.take_changes()
         self.told.update((standing.digest, standing) for standing in changed)
         for digest in gone:
             self.told.pop(digest, None)
-        known = self.residency.standings()
+        known = self.residency.reports.standings()
         assert self.told.keys() == {standing.digest for standing in known}
         for standing in known:
             same = {"idle_s": standing.idle_s}
@@ -191,7 +191,7 @@ class Walk:
             self._poll()
             self.books.clock.complete(self.books.clock.launch())
         assert not self.calls, "a call was never answered"
-        assert not self.residency.has_work and self.residency.standings() == []
+        assert not self.residency.has_work and self.residency.reports.standings() == []
         assert self.books.warm.images == {} and not any(self.books.warm.holds.values())
         for pages in self.kv:
             self.books.pool.free(pages)
@@ -234,7 +234,7 @@ def settle(books: Books, polls: int = 50) -> None:
 
 def state_of(books: Books, version: FakeVersion) -> State | None:
     """Where a version is."""
-    states = {s.digest: s.state for s in books.residency.standings()}
+    states = {s.digest: s.state for s in books.residency.reports.standings()}
     return states.get(version.digest)
 
 
@@ -316,7 +316,9 @@ def test_a_pinned_adapter_never_leaves_for_others() -> None:
         assert state_of(books, pinned) is State.HOT
         assert not books.evictor.make_room(39, PageUse.KV), "all pages but the pinned ones"
         assert books.evictor.make_room(37, PageUse.KV)
-    left = [event for event in books.residency.take_events() if event.digest == pinned.digest]
+    left = [
+        event for event in books.residency.reports.take_events() if event.digest == pinned.digest
+    ]
     assert [event.state for event in left][-1] is State.HOT and books.residency.evictions > 4
     assert sum(event.state is State.HOT for event in left) == 1, "it went and came back"
 
@@ -462,17 +464,19 @@ def test_a_step_comes_behind_a_copy_under_way() -> None:
     books.residency.poll()
     (copy,) = books.copier.copies
     assert copy.precedes_steps and books.residency.obstacle(lease) is None
-    assert [done.call_id for done in books.residency.take_done()] == [7]
+    assert [done.call_id for done in books.residency.reports.take_done()] == [7]
     slot = books.residency.acquire(lease)
     assert slot is not None and books.reads(slot, "a")
     books.residency.release(lease)
     books.residency.evict(8, "a", cold=True, unpin=True, purge=False)
     books.clock.complete(books.clock.launch())
     books.residency.poll()
-    assert not books.residency.take_done() and books.is_intact(copy) and books.residency.busy()
+    assert (
+        not books.residency.reports.take_done() and books.is_intact(copy) and books.residency.busy()
+    )
     copy.finished = True
     books.residency.poll()
-    assert [done.call_id for done in books.residency.take_done()] == [8]
+    assert [done.call_id for done in books.residency.reports.take_done()] == [8]
     assert not any(books.warm.holds.values())
 
 

@@ -162,7 +162,9 @@ class Rig:
 
     def references(self) -> int:
         """Leases on adapters."""
-        return sum(standing.references for standing in self.engine.parts.residency.standings())
+        return sum(
+            standing.references for standing in self.engine.parts.residency.reports.standings()
+        )
 
     def counters(self) -> dict[str, float]:
         """The snapshot's counters."""

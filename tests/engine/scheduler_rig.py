@@ -265,4 +265,4 @@ class Rig:
         assert not self.open, "a request never ended"
         self.step()
         assert self.books.pool.count(PageUse.KV) == 0 and len(self.books.kv) == 0
-        assert all(s.references == 0 for s in self.books.residency.standings())
+        assert all(s.references == 0 for s in self.books.residency.reports.standings())
