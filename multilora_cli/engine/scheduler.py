@@ -174,7 +174,7 @@ class Scheduler:
     def _decode(self, rows: list[ScheduledRow]) -> list[Sequence]:
         """A row for every running sequence that has one token to compute; gives those that have
         more. In one piece, as it is walked several hundred times a step."""
-        prompts, table_for = [], self._kv.table_for
+        prompts, table_for, running = [], self._kv.table_for, Status.RUNNING
         for sequence in list(self._running):
             pending = sequence.num_pending
             length = len(sequence.tokens) + pending
@@ -186,7 +186,7 @@ class Scheduler:
             children = sequence.children
             if length == start or (pending and (children or not goes_on)):  # may_go_on
                 continue
-            if sequence.status is not Status.RUNNING:  # preempted just now
+            if sequence.status is not running:  # preempted just now
                 continue
             pages = table_for(sequence.seq_id, length)
             if pages is None:
