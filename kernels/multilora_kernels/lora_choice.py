@@ -55,10 +55,7 @@ class LoraChoice:
     shrink_warps: int
     shrink_stages: int
     dot_k: int  # decode, where rows share an adapter: K that one matrix multiply takes
-    # Decode: rows of one adapter, at most, that the shrink multiplies and sums as a row alone.
-    few_rows: int
-    apart: bool  # being measured: whether more rows are a function of their own in any case
-    row_splits: int  # decode, of more: programs that a program's share of K is cut into once more
+    row_splits: int  # decode, likewise: programs that a program's share of K is cut into once more
     block_n: int  # columns of an expand program where it reads four rank tiles side by side
     # Prefill, and decode where rows share an adapter: blocks of columns that one expand program
     # walks, B of them under way in `expand_stages` - 1 blocks ahead.
@@ -154,7 +151,6 @@ def clamp(choice: LoraChoice, group: GroupShape) -> LoraChoice:
         block_k=block_k,
         k_steps=k_steps,
         dot_k=min(choice.dot_k, block_k * k_steps // row_splits),
-        few_rows=choice.few_rows if k_steps == 1 else 1,
         row_splits=row_splits,
         block_n=block_n,
         n_steps=max(1, min(n_steps, group.chunk // block, widest // block)),
@@ -172,7 +168,7 @@ def prefill_bucket(num_tokens: int) -> int:
 
 
 def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
-    """16 x 1024 of A and 16 or 32 KiB of B per program in flight.
+    """16 x 1024 of A and 16 KiB of B per program in flight.
 
     Registers are capped for the sake of rows alone on their adapter: the paths for shared rows take
     130 to 168 if left to themselves, room for three programs a multiprocessor instead of six.
@@ -186,20 +182,19 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         # Shared rows: with three, one step of 8 KiB is under way while another is multiplied.
         shrink_stages=4 if many else 3,
         dot_k=128,
-        few_rows=1,
-        apart=False,
         row_splits=2 if many else 4,
-        block_n=256 if many else 128,
-        n_steps=4 if many else 1,
+        block_n=128,
+        n_steps=8 if many else 1,
         expand_stages=3,
         wanted_tasks=2 * chip.num_sms,
-        rows_n=256 if many else 128,
+        rows_n=128,
         expand_warps=4,
         shrink_registers=80,
-        expand_registers=128,
-        # As many expand programs as run at once: all of them begin while the multiply ends.
-        shrink_per_sm=16 if many else 4,
-        programs_per_sm=16 if many else 4,
+        # Up to 64 rows the last bit of latency counts, above that loads in flight.
+        expand_registers=80 if many else 128,
+        shrink_per_sm=16 if many else 6,
+        # As many as run at once: all of them begin while the multiply ends.
+        programs_per_sm=6 if many else 4,
         pdl=chip.has_pdl,
         # The multiply of a few rows has thousands of short programs, and behind them a shrink would
         # begin when they end: 4.60 ms a step instead of 4.45 at one row. A library's multiply fills
@@ -221,8 +216,6 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_warps=4,
         shrink_stages=3,
         dot_k=0,
-        few_rows=1,
-        apart=False,
         row_splits=1,
         block_n=64,
         n_steps=8,

@@ -133,7 +133,7 @@ def _expand_row(
 @triton.jit(noinline=True)
 def _expand_rows(
     planes_ptr, weights_ptr, y_ptr, stride_ym, b_offsets_ptr, tiles_ptr, row_ptr, first, num_tiles,
-    e0, e1, e2, e3, n_start, d_out, plane, num_rows, parts, next_task_ptr, next_n_start,
+    e0, e1, e2, e3, n_start, d_out, plane, num_rows, next_task_ptr, next_n_start,
     CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS_N: tl.constexpr,
     SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -156,18 +156,18 @@ def _expand_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     prior = tl.load(y_ptrs, mask=y_mask, other=0, cache_modifier=".cg")
-    h = _row_h(planes_ptr, plane, num_rows, parts, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
+    h = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
     # Its addresses wait for the next task's record: after the loads that wait for nothing.
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _multiplied(h, b, tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32), COMPUTE, PRECISION)
     for t in range(1, num_tiles):
         entry = tl.where(t == 1, e1, tl.where(t == 2, e2, e3))
         if t > 3:
-            cells = tiles_ptr + (first + t * parts) * 4
+            cells = tiles_ptr + (first + t * ROW_SPLITS) * 4
             entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
         b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
-        at = plane + t * parts * num_rows
-        h = _row_h(planes_ptr, at, num_rows, parts, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
+        at = plane + t * ROW_SPLITS * num_rows
+        h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
         acc = _multiplied(h, b, acc, COMPUTE, PRECISION)
     tl.store(y_ptrs, (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
     return n0, n1, n2, n3
@@ -176,7 +176,7 @@ def _expand_rows(
 @triton.jit
 def _expand_blocks(
     planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out, plane,
-    num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
+    num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL: tl.constexpr,
     CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr, ROW_SPLITS: tl.constexpr, PDL: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -192,17 +192,16 @@ def _expand_blocks(
     y_rows = y_ptr + (token * stride_ym)[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    tile_rows = parts * num_rows
-    h0 = _row_h(planes_ptr, plane, num_rows, parts, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+    tile_rows = ROW_SPLITS * num_rows
+    h0 = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     h1, h2, h3 = h0, h0, h0
     if TILES > 1:
         at = plane + tile_rows
-        h1 = _row_h(planes_ptr, at, num_rows, parts, e1, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h1 = _row_h(planes_ptr, at, num_rows, e1, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     if TILES > 2:
         at = plane + 2 * tile_rows
-        h2 = _row_h(planes_ptr, at, num_rows, parts, e2, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
-        at += tile_rows
-        h3 = _row_h(planes_ptr, at, num_rows, parts, e3, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h2 = _row_h(planes_ptr, at, num_rows, e2, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
+        h3 = _row_h(planes_ptr, at + tile_rows, num_rows, e3, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
     n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     _walk_blocks(
         weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, TILES,
@@ -255,24 +254,24 @@ def _expand_shared(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_expand_blocks` for 1 to 4 rank tiles; as everywhere, equal bytes of B for each."""
-    width, parts = tl.load(task_ptr + 12) * 16, tl.load(task_ptr + 13)
+    width = tl.load(task_ptr + 12) * 16
     if num_tiles == 1:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
-            CHUNK, 1, ROWS_N, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            plane, num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 1,
+            ROWS_N, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     elif num_tiles == 2:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
-            CHUNK, 2, ROWS_N // 2, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            plane, num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 2,
+            ROWS_N // 2, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     else:
         n0, n1, n2, n3 = _expand_blocks(
             planes_ptr, weights_ptr, y_ptr, stride_ym, row_ptr, e0, e1, e2, e3, n_start, d_out,
-            plane, num_rows, parts, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL,
-            CHUNK, 4, ROWS_N // 4, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+            plane, num_rows, width, next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK, 4,
+            ROWS_N // 4, STAGES, BLOCK_M, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
         )  # fmt: skip
     return n0, n1, n2, n3
 
@@ -291,7 +290,7 @@ def _multiplied(h, b, acc, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _row_h(
-    planes_ptr, plane, num_rows, parts, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
+    planes_ptr, plane, num_rows, entry, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
     ROW_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """A x of one rank tile's rows, fp32 [BLOCK_M, 16]: the partial sums of decode, in order, those
@@ -309,8 +308,6 @@ def _row_h(
             for part in tl.static_range(ROW_SPLITS):
                 h_part = h_ptrs + part * num_rows * (SPLIT_K * 16) + (start + i) * 16
                 mask = h_mask if SPLIT_K % SHARES == 0 else h_mask & (start + i < SPLIT_K)
-                if part > 0:  # of few rows a share of K is not cut into parts
-                    mask = mask & (part < parts)
                 h += tl.load(h_part, mask=mask, other=0.0, cache_modifier=".cg")
     return h
 
@@ -359,9 +356,8 @@ def expand_decode_kernel(
         if num_rows > 1 and (not BLOCKS or num_tiles > 4):
             f0, f1, f2, f3 = _expand_rows(
                 planes_ptr, weights_ptr, y_start, stride_ym, b_offsets, tiles_ptr, row_ptr,
-                first, num_tiles, e0, e1, e2, e3, n_start, d_out, plane, num_rows,
-                tl.load(tasks_ptr + task * 16 + 13), following, f_n, CELL, CHUNK, BLOCK_M, ROWS_N,
-                SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
+                first, num_tiles, e0, e1, e2, e3, n_start, d_out, plane, num_rows, following, f_n,
+                CELL, CHUNK, BLOCK_M, ROWS_N, SPLIT_K, ROW_SPLITS, PDL, COMPUTE, PRECISION,
             )  # fmt: skip
         elif num_rows > 1:
             f0, f1, f2, f3 = _expand_shared(

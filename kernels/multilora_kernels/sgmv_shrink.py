@@ -9,8 +9,7 @@ writes its own plane, so there is nothing to clear and nothing is added atomical
 adds the planes in order. Ranks beyond a tile's width come out as zero.
 
 Decode: one program per rank tile and span, by a vector path for segments of one row. Rows that
-share an adapter, up to FEW_ROWS of them, are multiplied and summed too, the weights held in
-registers; more go through 16-row matrix tiles, of which there are few: ROW_SPLITS programs a span.
+share an adapter go through 16-row matrix tiles, of which there are few: ROW_SPLITS programs a span.
 Started early, it reads its records and the weights of a row alone before it waits for what makes x.
 Prefill: one program per 64 rows and span, for up to four rank tiles of any modules of the group, so
 x is read once.
@@ -21,7 +20,6 @@ import triton
 import triton.language as tl
 
 from multilora_kernels.lora_choice import SIDE_BY_SIDE
-from multilora_kernels.opaque import opaque
 from multilora_kernels.table import AdapterTable, PlacedRun
 from multilora_kernels.work_lists import GroupLists, WorkLists
 
@@ -80,45 +78,16 @@ def _shrink_row(
 
 
 @triton.jit(noinline=True)
-def _shrink_few(
-    x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in,
-    BLOCK_K: tl.constexpr, FEW_ROWS: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """Up to FEW_ROWS rows of one adapter by multiply and sum, the weights read once and held."""
-    r = tl.arange(0, 16)
-    k = tl.arange(0, BLOCK_K)
-    each = tl.arange(0, FEW_ROWS)
-    tokens = tl.load(row_ptr + each, mask=each < num_rows, other=0)
-    k_mask = k < (BLOCK_K if EVEN_K else d_in - k_start)
-    a_mask = (r < width)[:, None] & k_mask[None, :]
-    a = tl.load(a_ptr + r[:, None] * length + k[None, :], mask=a_mask, other=0)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    x_next = _load_x(x_ptr, stride_xm, tokens, 0, k_start + k, k_mask, FEW_ROWS)
-    for m in tl.range(num_rows, num_stages=1):
-        x = x_next
-        more = k_mask & (m + 1 < num_rows)
-        x_next = _load_x(x_ptr, stride_xm, tokens, m + 1, k_start + k, more, FEW_ROWS)
-        # Opaque, or they would be held as fp32, in twice the registers.
-        h = tl.sum(opaque(a).to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-        tl.store(out_ptr + m * (SPLIT_K * 16) + r, h)
-
-
-@triton.jit
-def _load_x(x_ptr, stride_xm, tokens, m, k, mask, FEW_ROWS: tl.constexpr):
-    """Elements k of the m-th of some rows of x."""
-    token = tl.sum(tl.where(tl.arange(0, FEW_ROWS) == m, tokens, 0), axis=0).to(tl.int64)
-    return tl.load(x_ptr + token * stride_xm + k, mask=mask, other=0)
-
-
-@triton.jit
 def _shrink_rows(
     x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in,
     BLOCK_M: tl.constexpr, SPAN: tl.constexpr, DOT_K: tl.constexpr, STAGES: tl.constexpr,
     SPLIT_K: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of one adapter by matrix tiles, STAGES - 1 steps of DOT_K under way."""
+    """Up to BLOCK_M rows of one adapter by matrix tiles, STAGES - 1 steps of DOT_K under way.
+
+    A function of its own: within the loop of a kernel that starts early, what its addresses are
+    made of would take registers that the weights of a row alone are in.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
     r = tl.arange(0, 16)
@@ -138,28 +107,13 @@ def _shrink_rows(
     tl.store(out, acc, mask=m_mask[:, None])
 
 
-@triton.jit(noinline=True)
-def _shrink_rows_apart(
-    x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in,
-    BLOCK_M: tl.constexpr, SPAN: tl.constexpr, DOT_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_K: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same in a function of its own: within the loop of a kernel that starts early, what its
-    addresses are made of would take the registers of a row alone."""
-    _shrink_rows(
-        x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in, BLOCK_M,
-        SPAN, DOT_K, STAGES, SPLIT_K, EARLY, COMPUTE, PRECISION,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["layer_start"])
 def shrink_decode_kernel(
     x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, rows_ptr, counts_ptr, layer_start,
     d_in, stride_xm, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, DOT_K: tl.constexpr,
-    ROW_SPLITS: tl.constexpr, FEW_ROWS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
-    ALIGNED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, APART: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # At the very start: the expand programs load their weights while this kernel runs.
@@ -195,25 +149,12 @@ def shrink_decode_kernel(
             )  # fmt: skip
         else:
             next_entry = tl.load(next_entry_ptr)
-            own_rows = num_rows & 0xFFFF
             part = (num_rows >> 16) * (SPAN // ROW_SPLITS)
-            if FEW_ROWS > 1 and own_rows <= FEW_ROWS:
-                _shrink_few(
-                    x_ptr, stride_xm, rows_ptr + start, own_rows, a_ptr, width, length, out,
-                    k_start, d_in, BLOCK_K, FEW_ROWS, SPLIT_K, EVEN_K, EARLY,
-                )  # fmt: skip
-            elif APART:
-                _shrink_rows_apart(
-                    x_ptr, stride_xm, rows_ptr + start, own_rows, a_ptr + part, width, length, out,
-                    k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, STAGES, SPLIT_K,
-                    EARLY, COMPUTE, PRECISION,
-                )  # fmt: skip
-            else:
-                _shrink_rows(
-                    x_ptr, stride_xm, rows_ptr + start, own_rows, a_ptr + part, width, length, out,
-                    k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, STAGES, SPLIT_K,
-                    EARLY, COMPUTE, PRECISION,
-                )  # fmt: skip
+            _shrink_rows(
+                x_ptr, stride_xm, rows_ptr + start, num_rows & 0xFFFF, a_ptr + part, width, length,
+                out, k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, STAGES, SPLIT_K,
+                EARLY, COMPUTE, PRECISION,
+            )  # fmt: skip
         unit += stride
         cell, start, num_rows, plane = next_cell, next_start, next_rows, next_plane
         entry = next_entry
@@ -329,8 +270,8 @@ def sgmv_shrink(
         shrink_decode_kernel[grid](
             x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0),
-            DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits, FEW_ROWS=choice.few_rows,
-            STAGES=choice.shrink_stages, EARLY=early, APART=early or choice.apart,
+            DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits, STAGES=choice.shrink_stages,
+            EARLY=early,
             EVEN_K=shape.d_in % choice.span == 0,
             # Products of 16-bit numbers are exact in fp32; for others see `sgmv_expand`.
             enable_fp_fusion=x.dtype != torch.float32, **constants,

@@ -5,11 +5,11 @@ kernel writes them out, in place, as
 
     tiles  int32 [.., 4]   cell, first row in `rows`, number of rows | part << 16, first row in the
                            planes; in decode a tile that several rows share stands here once for
-                           each of the parts that its share of K is cut into
+                           each of the `row_splits` parts that its share of K is cut into
     tasks  int32 [.., 16]  first tile, tiles, first column of the module / 16, the module's column
                            in y / y_unit, first row, number of rows, first plane row, the module's
                            d_out / y_unit, cells of the first four tiles (-1: none), columns / 16,
-                           parts of a tile, 0, 0
+                           0, 0, 0
     bands  int32 [.., 8]   first tile, tiles (all modules of one segment, SIDE_BY_SIDE at a time),
                            first row, number of rows, first plane row, 0, 0, 0
     counts int32 [4, 4]    tiles, tasks and bands of every group
@@ -101,7 +101,6 @@ def write_lists_kernel(
             tl.store(to + 6, at * 0 + plane, mask=mask)
             tl.store(to + 7, at * 0 + d_out, mask=mask)
             tl.store(to + 12, at * 0 + columns, mask=mask)
-            tl.store(to + 13, at * 0 + parts, mask=mask)
             for tile in tl.static_range(4):
                 cell = tl.load(cell_in + tile, mask=tile < num_tiles, other=-1)
                 tl.store(to + 8 + tile, at * 0 + cell, mask=mask)
@@ -211,8 +210,7 @@ def list_runs(
     cells = cells[np.arange(widest) < tiles[:, :, None]]
 
     flat = tiles.reshape(-1).astype(np.int64)
-    cut_finely = rows > choice.few_rows
-    parts = np.repeat(np.where(cut_finely, choice.row_splits, 1), len(modules)).astype(np.int64)
+    parts = np.repeat(np.where(rows == 1, 1, choice.row_splits), len(modules)).astype(np.int64)
     first_tile = _before(flat * parts)
     first_cell = _before(flat)
     d_out = np.tile(np.array(shape.d_outs, dtype=np.int64), len(slots))

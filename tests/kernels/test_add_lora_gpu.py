@@ -68,8 +68,6 @@ FORMS: dict[str, dict[str, object]] = {
     "two blocks": {"n_steps": 2, "rows_n": 128},
     "one block": {"n_steps": 1, "rows_n": 256},
     "eight blocks": {"n_steps": 8, "rows_n": 128},
-    "few rows held": {"few_rows": 4, "row_splits": 4},
-    "none held": {"few_rows": 1, "row_splits": 2},
 }
 
 

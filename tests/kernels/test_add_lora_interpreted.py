@@ -53,23 +53,6 @@ def test_a_segment_of_more_rows_than_a_tile_is_cut(fleet: Fleet) -> None:
     check(fleet, [4] * 19 + [7] * 2 + [0], "down", 8, [1])
 
 
-@pytest.mark.parametrize("n_steps", [1, 2])
-def test_few_rows_of_an_adapter_are_not_cut(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two to four rows are multiplied and summed as one is; five are matrix tiles in two parts."""
-    decode = lora_choice._decode
-    few = {"rows_n": 64, "n_steps": n_steps, "row_splits": 2, "few_rows": 4}
-    monkeypatch.setattr(lora_choice, "_decode", lambda *given: replace(decode(*given), **few))
-    fleet = make_fleet(adapters(RANKS), SHAPES, LAYERS, 8 * PAGE_BYTES, torch.float32, seed=4)
-    slots = [7] * 4 + [3] * 5 + [6] * 3 + [5] * 2 + [1]
-    segments = Segments(len(slots), "cpu")
-    segments.build(slots)
-    lists = segments.lists(fleet.table).groups["down"]
-    parts = {(int(task[5]), int(task[13])) for task in lists.tasks[: lists.num_tasks]}
-    assert parts == {(1, 1), (2, 1), (3, 1), (4, 1), (5, 2)}
-    for group in ("down", "qkv"):
-        check(fleet, slots, group, 9, [1])
-
-
 @pytest.mark.parametrize("row_splits", [2, 4])
 def test_shared_rows_in_parts_of_a_share_of_k(
     row_splits: int, monkeypatch: pytest.MonkeyPatch

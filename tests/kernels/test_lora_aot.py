@@ -71,8 +71,8 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     }
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
-        fixed |= {"FEW_ROWS": choice.few_rows, "STAGES": choice.shrink_stages}
-        fixed |= {"EVEN_K": shape.d_in % choice.span == 0, "EARLY": choice.pdl, "APART": choice.pdl}
+        fixed["STAGES"] = choice.shrink_stages
+        fixed |= {"EVEN_K": shape.d_in % choice.span == 0, "EARLY": choice.pdl}
         return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     signature |= {"bands_ptr": "*i32", "counts_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
@@ -163,19 +163,14 @@ def test_planes_and_y_are_not_touched_before_the_wait(
     assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), ("st.global",)) != []
 
 
-@pytest.mark.parametrize("few", [{}, {"few_rows": 4}])
-def test_x_is_not_read_before_the_wait(
-    few: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_x_is_not_read_before_the_wait() -> None:
     """Records, table and weights are, which is what an early start is for."""
-    chosen = with_tuned(choose(SHAPES["qkv"], 16, H200), few)
-    monkeypatch.setitem(globals(), "choose", lambda *given: chosen)
     kernel, signature, fixed = shrink_arguments(90, "qkv", 16)
     ptx = compiled_for(kernel, signature, fixed, 90, 4, 3).asm["ptx"]
     bodies = functions(ptx)
     (entry,) = (body for body in bodies if "launch_dependents" in body)
-    # No entry of the table, a row alone, nothing to do at all; shared rows in functions of theirs.
-    assert entry.count("griddepcontrol.wait") == 3 and len(bodies) == 2 + bool(few)
+    # No entry of the table, a row alone, nothing to do at all; shared rows in a function of theirs.
+    assert entry.count("griddepcontrol.wait") == 3 and len(bodies) == 2
     ends = (" ]", "]", " +", "+")
     for body in bodies:
         x = [f"[ {register}{end}" for register in addresses_from(body, 0) for end in ends]
