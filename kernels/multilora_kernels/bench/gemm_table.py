@@ -81,13 +81,15 @@ def _table(
 def _by_shape(
     records: Sequence[Mapping[str, Any]], op: str, keys: Sequence[str], variants: Sequence[str]
 ) -> Iterator[str]:
-    """The last run's figure of every variant of `op` at each shape, shapes in its order."""
+    """A row for each shape of `op`: the figures of the last commit that it was measured at."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
-    of_op = [record for record in records if record["op"] == op]
-    for record in of_op:
-        if record["commit"] == of_op[-1]["commit"]:
+    commits: dict[tuple[str, ...], str] = {}
+    for record in records:
+        if record["op"] == op:
             shape = tuple(str(record["shape"][key]) for key in keys)
-            found.setdefault(shape, {})[record["variant"]] = float(record["us"])
+            if record["commit"] != commits.get(shape):
+                commits[shape], found[shape] = record["commit"], {}
+            found[shape][record["variant"]] = float(record["us"])
     measured = [name for name in variants if any(name in us for us in found.values())]
     yield _row([*keys, *measured])
     yield _row(["---"] * (len(keys) + len(measured)))
