@@ -81,7 +81,8 @@ def _table(
 def _by_shape(
     records: Sequence[Mapping[str, Any]], op: str, keys: Sequence[str], variants: Sequence[str]
 ) -> Iterator[str]:
-    """A row for each shape of `op`: the figures of the last commit that it was measured at."""
+    """A row for each shape of `op`, `keys` being a name and a number: the figures of the last
+    commit that it was measured at."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     commits: dict[tuple[str, ...], str] = {}
     for record in records:
@@ -93,7 +94,7 @@ def _by_shape(
     measured = [name for name in variants if any(name in us for us in found.values())]
     yield _row([*keys, *measured])
     yield _row(["---"] * (len(keys) + len(measured)))
-    for shape, us in found.items():
+    for shape, us in sorted(found.items(), key=lambda row: (row[0][0], int(row[0][1]))):
         yield _row([*shape, *(round(us[name], 1) if name in us else None for name in measured)])
 
 
