@@ -10,6 +10,7 @@ class Entries:
 
     def __init__(self) -> None:
         self._by_name: dict[str, AdapterEntry] = {}
+        self.num_resolved = 0  # names that patterns brought in
         self._by_digest: dict[str, dict[str, None]] = {}  # names, the oldest first
 
     def get(self, name: str) -> AdapterEntry | None:
@@ -31,8 +32,9 @@ class Entries:
     def put(self, entry: AdapterEntry) -> None:
         """Let the name stand for `entry`, in the place it had."""
         key = entry.name.lower()
-        self._forget_digest(key)
+        self._forget_version(key)
         self._by_name[key] = entry
+        self.num_resolved += entry.request.via == "pattern"
         if entry.digest is not None:
             self._by_digest.setdefault(entry.digest, {})[key] = None
 
@@ -44,11 +46,14 @@ class Entries:
 
     def remove(self, name: str) -> None:
         """Forget a name that is there."""
-        self._forget_digest(name.lower())
+        self._forget_version(name.lower())
         del self._by_name[name.lower()]
 
     def check_integrity(self) -> None:
-        """Both views agree. Raises ValueError."""
+        """All views agree. Raises ValueError."""
+        resolved = sum(entry.request.via == "pattern" for entry in self._by_name.values())
+        if resolved != self.num_resolved:
+            raise ValueError(f"{self.num_resolved} names of patterns are counted, not {resolved}")
         found: dict[str, set[str]] = {}
         for key, entry in self._by_name.items():
             if entry.digest is not None:
@@ -56,9 +61,12 @@ class Entries:
         if found != {digest: set(keys) for digest, keys in self._by_digest.items()}:
             raise ValueError("the names by digest are not those of the entries")
 
-    def _forget_digest(self, key: str) -> None:
+    def _forget_version(self, key: str) -> None:
         old = self._by_name.get(key)
-        if old is not None and old.digest is not None:
+        if old is None:
+            return
+        self.num_resolved -= old.request.via == "pattern"
+        if old.digest is not None:
             keys = self._by_digest[old.digest]
             del keys[key]
             if not keys:

@@ -103,6 +103,11 @@ class Registry:
         with self._lock:
             return self._entries.all()
 
+    @property
+    def num_resolved(self) -> int:
+        """Names that patterns brought in."""
+        return self._entries.num_resolved
+
     def holds(self, digest: str) -> bool:
         """Whether any name stands for this content."""
         with self._lock:

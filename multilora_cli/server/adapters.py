@@ -18,7 +18,7 @@ from multilora_cli.server.client import EngineClient
 from multilora_cli.server.config import ServerConfig
 from multilora_cli.server.contract import about_adapter, fault_error, unavailable
 from multilora_cli.server.listing import adapter_row, listing, status_of
-from multilora_cli.server.long_replies import json_array
+from multilora_cli.server.long_replies import in_turns, json_array
 from multilora_cli.server.movements import Movements
 from multilora_cli.server.names import NameLimits, Names
 from multilora_cli.server.protocol import duration, model_not_found
@@ -242,19 +242,27 @@ class Adapters:
     async def _forget_idle(self) -> bool:
         """Names of patterns that nobody uses make room for new ones; False: all are used."""
         await self.client.query()
-        statuses, idle = self.client.statuses, []
-        for entry in self.registry.entries():
-            idle_s = self.names.idle_s(entry.name) or 0.0
-            is_used = idle_s < _FRESH_S or status_of(entry, statuses).references
-            if entry.request.via == "pattern" and entry.pin is None and not is_used:
-                idle.append((idle_s, entry))
+        idle = [
+            (idle_s, entry)
+            async for entry in in_turns(self.registry.entries())
+            if (idle_s := self._forgettable_s(entry)) is not None
+        ]
         idle.sort(key=lambda pair: pair[0], reverse=True)
         for _, entry in idle[:_FORGOTTEN]:
-            if self.registry.get(entry.name) is entry:
+            is_there = self.registry.get(entry.name) is entry
+            if is_there and self._forgettable_s(entry) is not None:  # still: others had their turn
                 self.registry.unregister(entry.name)
                 self.forgotten(entry.name)
                 self.background(self.free(entry.digest))
         return bool(idle)
+
+    def _forgettable_s(self, entry: AdapterEntry) -> float | None:
+        """How long nobody has used a name of a pattern that nothing keeps; None: it stays."""
+        if entry.request.via != "pattern" or entry.pin is not None:
+            return None
+        idle_s = self.names.idle_s(entry.name) or 0.0
+        is_used = idle_s < _FRESH_S or status_of(entry, self.client.statuses).references
+        return None if is_used else idle_s
 
     # ---- tiers
 

@@ -132,8 +132,7 @@ class Names:
         return search
 
     async def _resolve(self, name: str, pattern: NamePattern, source: str) -> AdapterEntry:
-        num_resolved = sum(entry.request.via == "pattern" for entry in self._registry.entries())
-        if num_resolved >= self._limits.known and not await self.make_room():
+        if self._registry.num_resolved >= self._limits.known and not await self.make_room():
             raise unavailable("server_is_overloaded", "too many adapters are in use", 2)
         request = AdapterRequest(
             name, source, priority=pattern.priority, ttl=pattern.ttl, via="pattern"

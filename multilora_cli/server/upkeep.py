@@ -8,6 +8,7 @@ from multilora_cli.adapters.entry import AdapterEntry
 from multilora_cli.errors import MloraError, RequestError
 from multilora_cli.server.adapters import Adapters
 from multilora_cli.server.listing import expires_in_s, status_of
+from multilora_cli.server.long_replies import in_turns
 
 _log = logging.getLogger(__name__)
 PERIOD_S = 1.0
@@ -33,10 +34,15 @@ class Upkeep:
 
     async def tick(self) -> None:
         """One look at every adapter."""
-        for entry in self._adapters.registry.entries():
+        registry = self._adapters.registry
+        async for entry in in_turns(registry.entries()):
+            if entry.state != "failed" and entry.request.ttl is None:
+                continue
+            if registry.get(entry.name) is not entry:  # changed while others had their turn
+                continue
             if entry.state == "failed":
                 self._retry_when_due(entry)
-            elif entry.request.ttl is not None and self._adapters.client.state == "ready":
+            elif self._adapters.client.state == "ready":
                 await self._expire_when_due(entry)
 
     def _retry_when_due(self, entry: AdapterEntry) -> None:
@@ -76,8 +82,8 @@ class Upkeep:
         adapters, name = self._adapters, entry.name
         others = [
             other
-            for other in adapters.registry.entries()
-            if other.digest == entry.digest and other.name != name and other.state == "ready"
+            for other in adapters.registry.of_digest(entry.digest or "")
+            if other.name != name and other.state == "ready"
         ]
         async with adapters.lock(name):
             if entry.digest is not None and not any(other.pin for other in others):

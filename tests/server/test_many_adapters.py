@@ -2,8 +2,11 @@
 and a scrape looks at those alone that it shows."""
 
 import asyncio
+import gc
 import random
+import time
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,6 +20,7 @@ from multilora_cli.server import long_replies
 from multilora_cli.server.buckets import Buckets
 from multilora_cli.server.families import counter, counters, gauge, gauges, histogram, labelled
 from multilora_cli.server.statuses import Statuses
+from multilora_cli.server.upkeep import Upkeep
 from tests.fakes import Behaviour
 from tests.server.conftest import InProcess
 
@@ -35,6 +39,14 @@ def register(app: InProcess, count: int) -> None:
         app.registry._entries.put(entry)
         app.client.statuses[told.digest] = told
     app.client.query = lambda *_: asyncio.sleep(0)
+
+
+def long_ago(app: InProcess) -> None:
+    """Every name was used, but not lately."""
+    used_s = time.monotonic() - 100
+    app.front.adapters.names._used = dict.fromkeys(
+        (entry.name for entry in app.registry.entries()), used_s
+    )
 
 
 class Turns:
@@ -88,6 +100,66 @@ def test_what_is_told_about_all_adapters_is_made_in_turns(tmp_path, monkeypatch,
             assert names == [f"tenant-{index}/adapter" for index in range(MANY)]
 
     asyncio.run(main())
+
+
+def test_what_is_done_by_itself_is_done_in_turns(tmp_path, monkeypatch) -> None:
+    """A look at every time to live once a second, and at every name where room is needed."""
+    monkeypatch.setattr(long_replies, "TURN_S", -1.0)
+
+    async def turns_of(work) -> int:
+        turns = Turns()
+        others = asyncio.create_task(turns.run())
+        await work()
+        others.cancel()
+        return turns.count
+
+    async def main() -> None:
+        async with InProcess(tmp_path, names=()) as app:
+            register(app, MANY)
+            for entry in app.registry.entries():
+                request = replace(entry.request, via="pattern", ttl=1e6)
+                app.registry._entries.put(replace(entry, request=request))
+            assert app.registry.num_resolved == MANY
+            adapters = app.front.adapters
+            assert await turns_of(Upkeep(adapters).tick) >= MANY - 1
+            long_ago(app)
+            adapters.names.touch("tenant-7/adapter")
+            freed = []
+            adapters.background = lambda work: freed.append(work.close())
+            assert await turns_of(adapters._forget_idle) >= MANY - 1
+            assert len(freed) == 64 and app.registry.num_resolved == MANY - 64
+            assert app.registry.get("tenant-7/adapter") is not None
+            app.registry._entries.check_integrity()
+
+    asyncio.run(main())
+
+
+def test_a_name_that_is_used_while_others_are_looked_at_stays(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(long_replies, "TURN_S", -1.0)
+
+    async def main() -> None:
+        async with InProcess(tmp_path, names=()) as app:
+            register(app, 8)
+            for entry in app.registry.entries():
+                app.registry._entries.put(
+                    replace(entry, request=replace(entry.request, via="pattern"))
+                )
+            adapters = app.front.adapters
+            adapters.background = lambda work: work.close()
+            long_ago(app)
+            forgetting = asyncio.create_task(adapters._forget_idle())
+            while not forgetting.done():
+                adapters.names.touch("tenant-0/adapter")
+                await asyncio.sleep(0)
+            assert [entry.name for entry in app.registry.entries()] == ["tenant-0/adapter"]
+
+    asyncio.run(main())
+
+
+def test_what_stands_when_the_server_is_ready_is_not_collected_any_more(server) -> None:
+    """A walk of the collector over ten thousand adapters kept all streams waiting for 70 ms."""
+    assert server.url and gc.get_freeze_count() > 1000
+    assert not gc.is_tracked(status(1))
 
 
 def test_the_listing_of_none_and_of_held_versions(tmp_path) -> None:
