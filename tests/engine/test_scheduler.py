@@ -13,6 +13,8 @@ from multilora_cli.engine.messages import Abort, EvictAdapter, LoadAdapter
 from tests.engine.bookkeeping_kit import Books, FakeVersion
 from tests.engine.scheduler_rig import VERSIONS, VOCAB, Rig
 
+CROWD = [FakeVersion(f"c{i}", 1 + i % 4) for i in range(24)]
+
 
 def _walk(steps: int, seed: int) -> Counter[str]:
     """Random traffic from start to rest; how often what was seen."""
@@ -24,10 +26,15 @@ def _walk(steps: int, seed: int) -> Counter[str]:
     return seen
 
 
-def _walked(steps: int, seed: int) -> Rig:
-    """The rig after random traffic."""
+def _walked(steps: int, seed: int, *, crowd: bool = False) -> Rig:
+    """The rig after random traffic.
+
+    In a crowd there are many more adapters than room for them, in host memory too; some cannot be
+    read for a while, and sometimes nothing happens for long.
+    """
+    versions = CROWD if crowd else VERSIONS
     budget, steps_ahead = (8 if seed % 2 else None), seed // 2 % 2
-    books = Books(num_pages=36, num_slots=6)
+    books = Books(num_pages=36, num_slots=6, host_pages=14 if crowd else 30)
     rig = Rig(
         seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead,
         captured_chunks=(4, 8) if seed // 4 % 2 else (), captured_prompts=2,
@@ -39,7 +46,7 @@ def _walked(steps: int, seed: int) -> Rig:
     for _ in range(steps):
         if len(rig.open) < 30 and choose.random() < 0.5:
             prompt = choose.choice(prompts)[: choose.randrange(1, 120)]
-            version = choose.choice([None, None, *VERSIONS])
+            version = choose.choice([None, None, *versions])
             rig.submit(
                 prompt, version, n=choose.choice((1, 1, 1, 2, 4, 8)),
                 max_tokens=choose.choice((0, 1, 5, 40, 200)), stop_token_ids=(1,),
@@ -48,20 +55,24 @@ def _walked(steps: int, seed: int) -> Rig:
         if choose.random() < 0.1:
             rig.engine.handle(Abort(choose.randrange(1, rig.next_id + 2)))
         if choose.random() < 0.03:
-            digest = choose.choice(VERSIONS).digest
+            digest = choose.choice(versions).digest
             cold = choose.random() < 0.5
             rig.engine.handle(EvictAdapter(0, digest, "cold" if cold else "warm", purge_cache=cold))
         if choose.random() < 0.01:
-            pinned = LoadAdapter(0, choose.choice(VERSIONS), pin="hot")  # type: ignore[arg-type]
+            pinned = LoadAdapter(0, choose.choice(versions), pin="hot")  # type: ignore[arg-type]
             rig.engine.handle(pinned)
         if choose.random() < 0.02:
-            rig.engine.handle(EvictAdapter(0, choose.choice(VERSIONS).digest, unpin=True))
+            rig.engine.handle(EvictAdapter(0, choose.choice(versions).digest, unpin=True))
+        if crowd and choose.random() < 0.1:
+            books.warm.broken.symmetric_difference_update({choose.choice(versions).digest})
+            books.now += choose.choice((0.0, 0.0, 3.0, 61.0))
         if choose.random() < 0.5:
             rig.books.loaders.run_one(choose)
         for copy in rig.books.copier.copies:
             copy.finished |= choose.random() < 0.5
         rig.step()
     rig.model.faults = 0.0
+    books.warm.broken.clear()
     rig.finish()
     return rig
 
@@ -82,6 +93,16 @@ def test_random_traffic_at_length(seed: int) -> None:
     _walk(2_000, 1000 + seed)
 
 
+def test_random_traffic_of_many_adapters() -> None:
+    seen: Counter[str | None] = Counter()
+    for seed in range(6):
+        rig = _walked(300, seed, crowd=True)
+        for delta in rig.ends.values():
+            seen[delta.fault.code if delta.fault is not None else delta.finish_reason] += 1
+    for event in ("adapter_unavailable", "adapter_loading", "stop", "length", "abort"):
+        assert seen[event] > 5, f"the walk hardly meets {event}: {seen}"
+
+
 def test_sleep_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether sequences sleep or are asked about in every step, the same steps come of it."""
     slept = []
@@ -95,7 +116,7 @@ def test_sleep_changes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
         for sleeping in (counted, lambda self, lease: None):
             monkeypatch.setattr(Entry, "sleep", sleeping)
-            rig = _walked(250, seed)
+            rig = _walked(250, seed, crowd=bool(seed % 3))
             batches = [
                 [(row.sequence.seq_id, row.start, row.length, row.pages) for row in batch.rows]
                 for batch in rig.model.batches
