@@ -31,6 +31,11 @@ class ImageHolds:
         if entry.state is State.WARM and entry.image is not None and not entry.wants_hot():
             self.release(entry)
 
+    def unpin(self, entry: Entry) -> None:
+        """Its image may leave host memory: there may be room now."""
+        self._warm.pin(entry.digest, False)
+        self.released += 1
+
     def drop(self, entry: Entry) -> int:
         """Let the image leave host memory; bytes freed."""
         self.release(entry)

@@ -218,7 +218,6 @@ class Residency:
             self.reports.done(call.call_id, entry, reason)
         entry.calls.clear()
         entry.drains.append(Drain(call_id, self._serial + 1, cold, purge))
-        entry.wake()
         self._leases_changed(entry)
         self._pending.add(entry)
 
@@ -311,7 +310,7 @@ class Residency:
         try:
             entry.image = self._loads.take(entry)
         except NoHostRoom:
-            entry.blocked_at = self._holds.released
+            entry.blocked_at = entry.tried_at  # what was let go of since may have made room
             self._set_state(entry, State.STORED)
             self._holds.give_way(entry, self._pending)
         except MloraError as error:
@@ -384,6 +383,7 @@ class Residency:
         """Load it, if a thread is free and host memory changed since there was no room in it."""
         if entry.blocked_at == self._holds.released or not self._loads.start(entry):
             return False
+        entry.tried_at = self._holds.released
         self._set_state(entry, State.LOADING)
         return True
 
@@ -468,13 +468,12 @@ class Residency:
 
     def _drop_image(self, entry: Entry) -> int:
         freed = self._holds.drop(entry)
-        self.reports.changed(entry.digest)
         if entry.state is State.WARM:
             self._set_state(entry, State.STORED)
         return freed
 
     def _unpin(self, entry: Entry) -> None:
-        self._warm.pin(entry.digest, False)
+        self._holds.unpin(entry)
         entry.pin = None
         self._changed(entry)
 

@@ -85,7 +85,8 @@ class Entry:
     loading: "Future[Image] | None" = None
     failure: Failure | None = None
     failures: int = 0
-    blocked_at: int = -1  # count of host releases when a load found no room
+    tried_at: int = -1  # count of host releases when the last load began
+    blocked_at: int = -1  # the same of the last one, where it found no room
     leases: set[Lease] = field(default_factory=set)
     oldest: int | None = None  # of the leases that wait, see waiting_order; None: look again
     running: int = 0
@@ -138,7 +139,8 @@ class Entry:
             lease.asleep = "room" if self.state is State.WARM else "load"
 
     def wake(self) -> None:
-        """To be called after changes of state, image or drains, and of what others have pinned."""
+        """To be called after changes of state or image, and of what others have pinned. A drain
+        changes nothing for the leases that were there before it, and others do not sleep."""
         for lease in self.leases:
             lease.asleep = None
 

@@ -9,7 +9,7 @@ import pytest
 
 from multilora_cli.adapters import hot_tier
 from multilora_cli.adapters.lease import Lease, Standing, State
-from multilora_cli.adapters.residency_entry import Entry
+from multilora_cli.adapters.residency_entry import Entry, NoHostRoom
 from multilora_cli.memory.page_pool import IntegrityError, PageUse
 from tests.engine.bookkeeping_kit import PAGE, Books, FakeVersion
 from tests.memory.test_eviction import cached_prefix
@@ -236,6 +236,91 @@ def state_of(books: Books, version: FakeVersion) -> State | None:
     """Where a version is."""
     states = {s.digest: s.state for s in books.residency.reports.standings()}
     return states.get(version.digest)
+
+
+def test_a_load_is_tried_again_if_room_was_made_before_its_failure_was_taken_in() -> None:
+    """Two loads end between two steps: the second found no room beside the first, which nobody
+    wants any more. It was not tried again until something else left, or for 60 s."""
+    books = Books(host_pages=5)
+    large, small = FakeVersion("large", 4), FakeVersion("small", 2)
+    lease, _ = books.residency.lease(large, 1), books.residency.lease(small, 2)
+    books.residency.poll()
+    assert len(books.loaders.jobs) == 2
+    for job in range(2):
+        future, load, arguments = books.loaders.jobs.pop(0)
+        if job == 0:
+            future.set_result(load(*arguments))
+        else:
+            with pytest.raises(NoHostRoom) as caught:
+                load(*arguments)
+            future.set_exception(caught.value)
+    books.residency.release(lease)
+    settle(books)
+    assert state_of(books, small) is State.HOT
+
+
+def _asleep_for_room() -> tuple[Books, Lease]:
+    """Both slots are in use; a third adapter is warm, and the lease that waits for it sleeps."""
+    books = Books(num_slots=3, host_pages=40)
+    residency = books.residency
+    runs = residency.lease(VERSIONS[0], 1)
+    settle(books)
+    assert residency.acquire(runs) is not None
+    other = residency.lease(VERSIONS[1], 2)
+    settle(books)
+    assert residency.acquire(other) is not None
+    waits = residency.lease(VERSIONS[2], 3)
+    while books.loaders.jobs or state_of(books, VERSIONS[2]) is not State.WARM:
+        books.loaders.run_one(random.Random(0))
+        residency.poll()
+    residency.sleep(waits)
+    assert waits.asleep == "room"
+    return books, waits
+
+
+def test_a_lease_is_woken_when_its_image_leaves_host_memory() -> None:
+    books, waits = _asleep_for_room()
+    books.residency._holds.release(books.residency._entries[waits.digest])
+    del books.warm.images[waits.digest]
+    books.residency.reports.standings()
+    assert waits.asleep is None and books.residency.obstacle(waits) == "load"
+
+
+def test_a_lease_is_woken_when_it_is_known_what_its_adapter_takes() -> None:
+    books, waits = _asleep_for_room()
+    books.residency._holds.release(books.residency._entries[waits.digest])
+    unknown = books.residency.footprint(waits)
+    books.residency.poll()
+    assert waits.asleep is None and books.residency.footprint(waits) > unknown
+
+
+def test_a_lease_is_woken_when_other_pins_take_other_pages() -> None:
+    books, waits = _asleep_for_room()
+    before = books.residency.footprint(waits)
+    books.residency.load(9, VERSIONS[0], 4, pin="hot")
+    assert waits.asleep is None and books.residency.footprint(waits) > before
+
+
+def test_leases_from_before_a_drain_sleep_on_and_later_ones_never_do() -> None:
+    books, waits = _asleep_for_room()
+    books.residency.evict(9, waits.digest, cold=False, unpin=True, purge=False)
+    assert waits.asleep == "room" and books.residency.obstacle(waits) == books.residency.no_room
+    later = books.residency.lease(VERSIONS[2], 5)
+    books.residency.sleep(later)
+    assert later.asleep is None and books.residency.obstacle(later) == "drain"
+
+
+def test_the_end_of_a_pin_makes_room_in_host_memory() -> None:
+    books = Books(host_pages=5)
+    large, small = FakeVersion("large", 4), FakeVersion("small", 2)
+    books.residency.load(1, large, 1, pin="warm")
+    settle(books)
+    books.residency.lease(small, 2)
+    settle(books)
+    assert state_of(books, small) is State.STORED
+    books.residency.evict(2, "large", cold=False, unpin=True, purge=False)
+    settle(books)
+    assert state_of(books, small) is State.HOT
 
 
 def test_a_lease_brings_its_adapter_up_and_an_idle_one_stays_until_room_is_needed() -> None:

@@ -13,7 +13,7 @@ from multilora_cli.engine.messages import Abort, EvictAdapter, LoadAdapter
 from tests.engine.bookkeeping_kit import Books, FakeVersion
 from tests.engine.scheduler_rig import VERSIONS, VOCAB, Rig
 
-CROWD = [FakeVersion(f"c{i}", 1 + i % 4) for i in range(24)]
+CROWD = [FakeVersion(f"c{i}", 1 + i % 4) for i in range(24)] + [FakeVersion("large", 19)]
 
 
 def _walk(steps: int, seed: int) -> Counter[str]:
@@ -34,7 +34,7 @@ def _walked(steps: int, seed: int, *, crowd: bool = False) -> Rig:
     """
     versions = CROWD if crowd else VERSIONS
     budget, steps_ahead = (8 if seed % 2 else None), seed // 2 % 2
-    books = Books(num_pages=36, num_slots=6, host_pages=14 if crowd else 30)
+    books = Books(num_pages=36, num_slots=6, host_pages=22 if crowd else 30)
     rig = Rig(
         seed, books, max_adapter_pages=budget, steps_ahead=steps_ahead,
         captured_chunks=(4, 8) if seed // 4 % 2 else (), captured_prompts=2,
@@ -63,6 +63,8 @@ def _walked(steps: int, seed: int, *, crowd: bool = False) -> Rig:
             rig.engine.handle(pinned)
         if choose.random() < 0.02:
             rig.engine.handle(EvictAdapter(0, choose.choice(versions).digest, unpin=True))
+        if crowd and choose.random() < 0.2:
+            rig.engine.changes()
         if crowd and choose.random() < 0.1:
             books.warm.broken.symmetric_difference_update({choose.choice(versions).digest})
             books.now += choose.choice((0.0, 0.0, 3.0, 61.0))
@@ -73,6 +75,8 @@ def _walked(steps: int, seed: int, *, crowd: bool = False) -> Rig:
         rig.step()
     rig.model.faults = 0.0
     books.warm.broken.clear()
+    for version in versions:  # what is pinned may leave no room for others, in host memory either
+        rig.engine.handle(EvictAdapter(0, version.digest, unpin=True))
     rig.finish()
     return rig
 
