@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from multilora_kernels.expand_parts import entry_of, load_b, load_entries, load_task, walk_blocks
+from multilora_kernels.expand_prompts import expand_prefill_kernel
 from multilora_kernels.opaque import opaque
 from multilora_kernels.sgmv_shrink import compute_dtype
 from multilora_kernels.table import AdapterTable, PlacedRun
@@ -23,37 +25,6 @@ from multilora_kernels.work_lists import GroupLists, WorkLists
 # In decode, software pipelining would hoist loads of the planes above the wait for the shrink:
 # wrong sums. In prefill the wait comes before the loop.
 DECODE_STAGES, PREFILL_STAGES = 1, 3
-
-
-@triton.jit
-def _load_task(task, Y_UNIT: tl.constexpr):
-    """First tile, tiles, first column, column in y, first row, rows, first plane row, d_out."""
-    first, num_tiles = tl.load(task), tl.load(task + 1)
-    # Stored in units, so that the compiler knows what they are multiples of.
-    n_start, y_column = tl.load(task + 2) * 16, tl.load(task + 3) * Y_UNIT
-    d_out = tl.load(task + 7) * Y_UNIT
-    start, num_rows, plane = tl.load(task + 4), tl.load(task + 5), tl.load(task + 6)
-    return first, num_tiles, n_start, y_column, start, num_rows, plane, d_out
-
-
-@triton.jit
-def _load_entries(task_ptr, b_offsets_ptr, n_start, CELL: tl.constexpr, CHUNK: tl.constexpr):
-    """Table entries of a task's first four rank tiles of B; -1: none."""
-    entries = b_offsets_ptr + n_start // CHUNK
-    c0, c1 = tl.load(task_ptr + 8), tl.load(task_ptr + 9)
-    c2, c3 = tl.load(task_ptr + 10), tl.load(task_ptr + 11)
-    e0 = tl.load(entries + c0 * CELL, mask=c0 >= 0, other=-1)
-    e1 = tl.load(entries + c1 * CELL, mask=c1 >= 0, other=-1)
-    e2 = tl.load(entries + c2 * CELL, mask=c2 >= 0, other=-1)
-    e3 = tl.load(entries + c3 * CELL, mask=c3 >= 0, other=-1)
-    return e0, e1, e2, e3
-
-
-@triton.jit
-def _more(cells_ptr, i: tl.constexpr, left, entries_ptr, CELL: tl.constexpr):
-    """Table entry of the i-th of the tiles that begin at `cells_ptr`, of which `left` exist."""
-    cell = tl.load(cells_ptr + i * 4, mask=i < left, other=-1)
-    return tl.load(entries_ptr + cell * CELL, mask=cell >= 0, other=-1)
 
 
 @triton.jit
@@ -94,18 +65,18 @@ def _expand_row(
     n = n_start + tl.arange(0, COLUMNS)
     n_mask = n < d_out
     y_ptrs = y_ptr + token * stride_ym + n
-    b0 = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
+    b0 = load_b(weights_ptr, e0, n, n_mask, CHUNK)
     if TILES > 1:
-        b1 = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
+        b1 = load_b(weights_ptr, e1, n, n_mask, CHUNK)
     if TILES > 2:
-        b2 = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
-        b3 = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
+        b2 = load_b(weights_ptr, e2, n, n_mask, CHUNK)
+        b3 = load_b(weights_ptr, e3, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     prior = tl.load(y_ptrs, mask=n_mask, other=0, cache_modifier=".cg")
     # Or the load would sink below the products, to where y is added: one more trip to memory.
     tl.debug_barrier()
-    n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
+    n0, n1, n2, n3 = load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _times(b0, _tile_h(planes_ptr, plane, e0, SPLIT_K))
     if TILES > 1:
         acc += _times(b1, _tile_h(planes_ptr, plane + 1, e1, SPLIT_K))
@@ -116,12 +87,18 @@ def _expand_row(
         for t in range(4, num_tiles, 4):
             cells = tiles_ptr + (first + t) * 4
             left = num_tiles - t
-            e0, e1 = _more(cells, 0, left, entries, CELL), _more(cells, 1, left, entries, CELL)
-            e2, e3 = _more(cells, 2, left, entries, CELL), _more(cells, 3, left, entries, CELL)
-            b0 = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
-            b1 = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
-            b2 = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
-            b3 = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
+            e0, e1 = (
+                entry_of(cells, 0, left, entries, CELL),
+                entry_of(cells, 1, left, entries, CELL),
+            )
+            e2, e3 = (
+                entry_of(cells, 2, left, entries, CELL),
+                entry_of(cells, 3, left, entries, CELL),
+            )
+            b0 = load_b(weights_ptr, e0, n, n_mask, CHUNK)
+            b1 = load_b(weights_ptr, e1, n, n_mask, CHUNK)
+            b2 = load_b(weights_ptr, e2, n, n_mask, CHUNK)
+            b3 = load_b(weights_ptr, e3, n, n_mask, CHUNK)
             acc += _times(b0, _tile_h(planes_ptr, plane + t, e0, SPLIT_K))
             acc += _times(b1, _tile_h(planes_ptr, plane + t + 1, e1, SPLIT_K))
             acc += _times(b2, _tile_h(planes_ptr, plane + t + 2, e2, SPLIT_K))
@@ -152,20 +129,20 @@ def _expand_rows(
     n_mask = n < d_out
     y_ptrs = y_ptr + (token * stride_ym)[:, None] + n[None, :]
     y_mask = m_mask[:, None] & n_mask[None, :]
-    b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
+    b = load_b(weights_ptr, e0, n, n_mask, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     prior = tl.load(y_ptrs, mask=y_mask, other=0, cache_modifier=".cg")
     h = _row_h(planes_ptr, plane, num_rows, e0, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
     # Its addresses wait for the next task's record: after the loads that wait for nothing.
-    n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
+    n0, n1, n2, n3 = load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
     acc = _multiplied(h, b, tl.zeros([BLOCK_M, ROWS_N], dtype=tl.float32), COMPUTE, PRECISION)
     for t in range(1, num_tiles):
         entry = tl.where(t == 1, e1, tl.where(t == 2, e2, e3))
         if t > 3:
             cells = tiles_ptr + (first + t * ROW_SPLITS) * 4
-            entry = _more(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
-        b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
+            entry = entry_of(cells, 0, 1, b_offsets_ptr + n_start // CHUNK, CELL)
+        b = load_b(weights_ptr, entry, n, n_mask, CHUNK)
         at = plane + t * ROW_SPLITS * num_rows
         h = _row_h(planes_ptr, at, num_rows, entry, BLOCK_M, SPLIT_K, ROW_SPLITS, 4)
         acc = _multiplied(h, b, acc, COMPUTE, PRECISION)
@@ -202,47 +179,12 @@ def _expand_blocks(
         at = plane + 2 * tile_rows
         h2 = _row_h(planes_ptr, at, num_rows, e2, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
         h3 = _row_h(planes_ptr, at + tile_rows, num_rows, e3, BLOCK_M, SPLIT_K, ROW_SPLITS, 8)
-    n0, n1, n2, n3 = _load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
-    _walk_blocks(
+    n0, n1, n2, n3 = load_entries(next_task_ptr, b_offsets_ptr, next_n_start, CELL, CHUNK)
+    walk_blocks(
         weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, TILES,
         COLUMNS, width // COLUMNS, STAGES, BLOCK_M, True, COMPUTE, PRECISION,
     )  # fmt: skip
     return n0, n1, n2, n3
-
-
-@triton.jit
-def _walk_blocks(
-    weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out,
-    CHUNK: tl.constexpr, TILES: tl.constexpr, COLUMNS: tl.constexpr, steps, STAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr, LATE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Rows `y_rows` plus their A x of TILES rank tiles (1, 2 or 4) times B, a block at a time.
-
-    LATE: h are sums whose parts are still under way, and change their layout in every block, so
-    that y and B of the first ones are asked for before anything waits for h.
-    """
-    for step in tl.range(steps, num_stages=STAGES):
-        n = n_start + step * COLUMNS + tl.arange(0, COLUMNS)
-        n_mask = n < d_out
-        y_mask = m_mask[:, None] & n_mask[None, :]
-        prior = tl.load(y_rows + n[None, :], mask=y_mask, other=0, cache_modifier=".cg")
-        acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
-        b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
-        h = opaque(h0).to(COMPUTE) if LATE else h0
-        acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-        if TILES > 1:
-            b = _load_b(weights_ptr, e1, n, n_mask, CHUNK)
-            h = opaque(h1).to(COMPUTE) if LATE else h1
-            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-        if TILES > 2:
-            b = _load_b(weights_ptr, e2, n, n_mask, CHUNK)
-            h = opaque(h2).to(COMPUTE) if LATE else h2
-            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-            b = _load_b(weights_ptr, e3, n, n_mask, CHUNK)
-            h = opaque(h3).to(COMPUTE) if LATE else h3
-            acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-        summed = (prior.to(tl.float32) + acc).to(y_rows.dtype.element_ty)
-        tl.store(y_rows + n[None, :], summed, mask=y_mask)
 
 
 @triton.jit(noinline=True)
@@ -312,17 +254,6 @@ def _row_h(
     return h
 
 
-@triton.jit
-def _load_b(weights_ptr, entry, n, n_mask, CHUNK: tl.constexpr):
-    """Columns n (within one chunk) of one rank tile of B, [columns, 16]."""
-    k = tl.arange(0, 16)
-    width = tl.multiple_of(16 - (entry & 1).to(tl.int32) * 8, 8)
-    element = tl.multiple_of(entry & -16, 16)
-    b_ptrs = weights_ptr + element + (n % CHUNK)[:, None] * width + k[None, :]
-    b_mask = n_mask[:, None] & (k < width)[None, :] & (entry >= 0)
-    return tl.load(b_ptrs, mask=b_mask, other=0)
-
-
 @triton.jit(do_not_specialize=["layer_start"])
 def expand_decode_kernel(
     planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
@@ -341,16 +272,16 @@ def expand_decode_kernel(
     stride = tl.num_programs(0)
     b_offsets = offsets_ptr + layer_start + A_CHUNKS
     # As in the shrink: records and table entries are loaded one task ahead.
-    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(
+    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = load_task(
         tasks_ptr + task * 16, Y_UNIT
     )
-    e0, e1, e2, e3 = _load_entries(tasks_ptr + task * 16, b_offsets, n_start, CELL, CHUNK)
+    e0, e1, e2, e3 = load_entries(tasks_ptr + task * 16, b_offsets, n_start, CELL, CHUNK)
     total = tl.load(counts_ptr + 1)
     while task < total:
         y_start = y_ptr + y_column
         row_ptr = rows_ptr + start
         following = tasks_ptr + tl.minimum(task + stride, total - 1) * 16
-        f_first, f_tiles, f_n, f_column, f_start, f_rows, f_plane, f_d_out = _load_task(
+        f_first, f_tiles, f_n, f_column, f_start, f_rows, f_plane, f_d_out = load_task(
             following, Y_UNIT
         )
         if num_rows > 1 and (not BLOCKS or num_tiles > 4):
@@ -392,98 +323,6 @@ def expand_decode_kernel(
             # No adapter has these modules, and nobody waited above. What comes next waits for this
             # kernel alone, which must not end before the multiply that makes y.
             tl.extra.cuda.gdc_wait()
-
-
-@triton.jit(do_not_specialize=["layer_start", "plane_rows"])
-def expand_prefill_kernel(
-    planes_ptr, weights_ptr, y_ptr, offsets_ptr, tiles_ptr, tasks_ptr, rows_ptr, counts_ptr,
-    layer_start, stride_ym, plane_rows, CELL: tl.constexpr, CHUNK: tl.constexpr,
-    A_CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, N_STEPS: tl.constexpr,
-    STAGES: tl.constexpr, SPLIT_K: tl.constexpr, Y_UNIT: tl.constexpr, PDL: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    total = tl.load(counts_ptr + 1)
-    if PDL:  # noqa: SIM102 - a constant, decided while compiling
-        if total == 0:  # what follows must not begin before what this was launched behind
-            tl.extra.cuda.gdc_wait()
-    for index in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
-        _expand_prompt(
-            planes_ptr, weights_ptr, y_ptr, offsets_ptr + layer_start + A_CHUNKS, tiles_ptr,
-            tasks_ptr + index * 16, rows_ptr, stride_ym, plane_rows, CELL, CHUNK, BLOCK_M, BLOCK_N,
-            N_STEPS, STAGES, SPLIT_K, Y_UNIT, PDL, COMPUTE, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def _expand_prompt(
-    planes_ptr, weights_ptr, y_ptr, entries, tiles_ptr, task, rows_ptr, stride_ym, plane_rows,
-    CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    N_STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT_K: tl.constexpr, Y_UNIT: tl.constexpr,
-    PDL: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One task of a step with prompts."""
-    first, num_tiles, n_start, y_column, start, num_rows, plane, d_out = _load_task(task, Y_UNIT)
-    # All columns of a task lie in one chunk.
-    e0, e1, e2, e3 = _load_entries(task, entries, n_start, CELL, CHUNK)
-    m = tl.arange(0, BLOCK_M)
-    m_mask = m < num_rows
-    token = tl.load(rows_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-    y_rows = y_ptr + y_column + (token * stride_ym)[:, None]
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    # A x of a rank tile serves all blocks.
-    h0 = _sum_planes(planes_ptr, plane, num_rows, e0, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
-    if num_tiles == 1:
-        _walk_blocks(
-            weights_ptr, y_rows, m_mask, h0, h0, h0, h0, e0, e1, e2, e3, n_start, d_out, CHUNK, 1,
-            BLOCK_N, N_STEPS, STAGES, BLOCK_M, False, COMPUTE, PRECISION,
-        )  # fmt: skip
-    elif num_tiles <= 4:
-        at = plane + num_rows
-        h1 = _sum_planes(planes_ptr, at, num_rows, e1, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
-        at += num_rows
-        h2 = _sum_planes(planes_ptr, at, num_rows, e2, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
-        at += num_rows
-        h3 = _sum_planes(planes_ptr, at, num_rows, e3, plane_rows, BLOCK_M, SPLIT_K, COMPUTE)
-        _walk_blocks(
-            weights_ptr, y_rows, m_mask, h0, h1, h2, h3, e0, e1, e2, e3, n_start, d_out, CHUNK, 4,
-            BLOCK_N, N_STEPS, 2, BLOCK_M, False, COMPUTE, PRECISION,
-        )  # fmt: skip
-    else:
-        for step in range(N_STEPS):
-            n = n_start + step * BLOCK_N + tl.arange(0, BLOCK_N)
-            n_mask = n < d_out
-            y_mask = m_mask[:, None] & n_mask[None, :]
-            prior = tl.load(y_rows + n[None, :], mask=y_mask, other=0)
-            b = _load_b(weights_ptr, e0, n, n_mask, CHUNK)
-            acc = tl.dot(h0, tl.trans(b.to(COMPUTE)), input_precision=PRECISION)
-            for t in range(1, num_tiles):
-                at = plane + t * num_rows
-                entry = _more(tiles_ptr + (first + t) * 4, 0, 1, entries + n_start // CHUNK, CELL)
-                h = _sum_planes(
-                    planes_ptr, at, num_rows, entry, plane_rows, BLOCK_M, SPLIT_K, COMPUTE
-                )
-                b = _load_b(weights_ptr, entry, n, n_mask, CHUNK)
-                acc = tl.dot(h, tl.trans(b.to(COMPUTE)), acc, input_precision=PRECISION)
-            summed = (prior.to(tl.float32) + acc).to(y_ptr.dtype.element_ty)
-            tl.store(y_rows + n[None, :], summed, mask=y_mask)
-
-
-@triton.jit
-def _sum_planes(
-    planes_ptr, plane, num_rows, entry, plane_rows, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
-    COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """A x of one rank tile's rows, [BLOCK_M, 16]: the partial sums of prefill, in order."""
-    m = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, 16)
-    h_ptrs = planes_ptr + (plane + m).to(tl.int64)[:, None] * 16 + k[None, :]
-    h_mask = (m < num_rows)[:, None] & (entry >= 0)
-    h = tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-    for _ in tl.static_range(SPLIT_K - 1):
-        h_ptrs += plane_rows.to(tl.int64) * 16
-        h += tl.load(h_ptrs, mask=h_mask, other=0.0, cache_modifier=".cg")
-    return h.to(COMPUTE)
 
 
 def sgmv_expand(

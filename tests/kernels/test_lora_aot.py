@@ -9,13 +9,13 @@ import pytest
 import triton.language as tl
 from aot import ARCHITECTURES, assert_fits, compiled_for, registers_and_spills
 
+from multilora_kernels.expand_prompts import expand_prefill_kernel
 from multilora_kernels.launch import H200, RTX_4090, Chip
 from multilora_kernels.lora_choice import SIDE_BY_SIDE, GroupShape, LoraChoice, choose, with_tuned
 from multilora_kernels.sgmv_expand import (
     DECODE_STAGES,
     PREFILL_STAGES,
     expand_decode_kernel,
-    expand_prefill_kernel,
 )
 from multilora_kernels.sgmv_shrink import shrink_decode_kernel, shrink_prefill_kernel
 from multilora_kernels.work_lists import RUN_FIELDS, write_lists_kernel
