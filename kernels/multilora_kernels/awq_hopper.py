@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from multilora_kernels.awq_words import negated_zero, scale_of, scaled_weights
 from multilora_kernels.hopper_choice import HopperLaunch, choose_launch
-from multilora_kernels.hopper_sums import addresses_of
 from multilora_kernels.launch import cdiv
 from multilora_kernels.split_choice import BLOCK_K
 
@@ -263,15 +262,23 @@ def _store(acc, y_ptr, strip, first_m, flip, M, N):
 
 
 @gluon.jit
+def _partials(ptr, acc):
+    """Where a strip's sums lie beside y, an address for each."""
+    n = gl.arange(0, 128, gl.SliceLayout(1, acc.type.layout))
+    m = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    return ptr + gl.expand_dims(n * acc.shape[1], 1) + gl.expand_dims(m, 0)
+
+
+@gluon.jit
 def _leave(acc, second_acc, partial_ptr, PARTS: gl.constexpr):
     """A program's sums beside y, where a second launch adds the splits."""
     tiles = gl.num_programs(1) * gl.num_programs(0)
     tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
     plane = (gl.program_id(2) * tiles + tile).to(gl.int64)
     partial_ptr += plane * (acc.numel + (PARTS - 1) * second_acc.numel)
-    gl.store(addresses_of(partial_ptr, acc), acc)
+    gl.store(_partials(partial_ptr, acc), acc)
     if PARTS == 2:
-        gl.store(addresses_of(partial_ptr + acc.numel, second_acc), second_acc)
+        gl.store(_partials(partial_ptr + acc.numel, second_acc), second_acc)
 
 
 @gluon.jit(do_not_specialize=["M"])  # else every batch size class compiles anew

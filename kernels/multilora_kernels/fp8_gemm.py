@@ -11,7 +11,7 @@ Decode batches run one kernel that reads wq once at memory speed, weights as the
 K split in a fixed order (split_k.py); sums of 128 products leave the tensor cores for fp32 adds,
 since their own sums keep fewer bits. Larger batches go to `torch._scaled_mm`, by rows or with the
 scales applied by a kernel of ours, and up to K = 4,096 the tensor cores may keep the sums; with
-scales by blocks they run `fp8_hopper` on Hopper, elsewhere they are widened to 16 bits.
+scales by blocks they are widened to 16 bits.
 Cards whose tensor cores know no FP8 keep the weights in FP8 and the activations as they are
 (fp8_weight_only.py).
 """
@@ -24,8 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from multilora_kernels import fp8_hopper_choice
-from multilora_kernels.fp8_hopper import Fp8HopperLaunch, run_fp8_hopper
 from multilora_kernels.fp8_quant import RowScaling, quantise_rows
 from multilora_kernels.launch import Chip, cdiv, chip_for, on_host, tuned_table
 from multilora_kernels.slices import multiply_slices, slice_rows
@@ -256,7 +254,7 @@ def fp8_weight(
         assert scale.shape == blocks, f"scales {tuple(scale.shape)} for weights {(n, k)}"
     if input_scale is not None:
         input_scale = input_scale.float().reshape(1)
-    counters = torch.zeros(-(-n // 16), dtype=torch.int32, device=q.device)
+    counters = torch.zeros(-(-n // 64), dtype=torch.int32, device=q.device)
     unit = torch.ones(1, device=q.device)
     return Fp8Weight(q.contiguous(), scale.contiguous(), counters, unit, input_scale, upper_bound)
 
@@ -313,14 +311,14 @@ class Path(Enum):
 @lru_cache(maxsize=4096)  # 5 to 11 us of Python for each multiply of a step
 def choose_launch(
     m: int, n: int, k: int, chip: Chip, blockwise: bool, dtype: torch.dtype = torch.bfloat16
-) -> Tile | Path | Fp8HopperLaunch:
+) -> Tile | Path:
     """Launch of xq [m, k] times weights [n, k]; the order of a tile's sums ignores m."""
     shape = tuned_table(chip, OP).get(f"n{n}-k{k}", {})
     if m <= int(shape.get("max_split", _MAX_SPLIT)):
         base = Tile(block_m=bucket_of(m, _SMALLEST), prefetch=_PREFETCH)
         return choose_tile(OP, base, n, k, chip, _stage_bytes)
     if blockwise:
-        return fp8_hopper_choice.choose_launch(m, n, k, chip) or Path.WIDENED
+        return Path.WIDENED
     if n % 16 or k % 16:  # cuBLAS asks for multiples of 16
         return Tile(block_n=128, block_m=64, num_warps=4, num_stages=3)
     # The row-wise form writes bf16 only: an fp16 result would first be rounded to 8 bits.
@@ -450,8 +448,6 @@ def fp8_gemm(
     launch = choose_launch(m, weight.out_features, k, chip, weight.blockwise, dtype)
     if isinstance(launch, Tile):
         return run_split(xq, sx, weight, dtype, launch)
-    if isinstance(launch, Fp8HopperLaunch):
-        return run_fp8_hopper(xq, sx, weight, dtype, launch)
     if launch is Path.WIDENED:
         return run_widened(xq, sx, weight, dtype)
     if launch is Path.SCALED:

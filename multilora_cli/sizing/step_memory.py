@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multilora_cli.sizing.allocator import ENDS, Allocator, Block
 from multilora_cli.sizing.geometry import ModelGeometry
 from multilora_cli.sizing.quantization import Quantization
-from multilora_kernels import fp8_hopper_choice, hopper_choice
+from multilora_kernels import hopper_choice
 from multilora_kernels.chip import Chip, tuned_table
 from multilora_kernels.layout import GROUPS
 from multilora_kernels.split_choice import Tile, bucket_of, choose_tile
@@ -165,18 +165,11 @@ class StepMemory(Allocator):
             return hopper.partial_bytes(tokens, n)
         best = tuned_table(self._of.chip, kernel).get(shape, {})
         if tokens > int(best.get("max_split", best.get("max_fused", _SPLIT_ROWS[kernel]))):
-            return self._block_part_bytes(tokens, n, k)
+            return None
         base = Tile(block_m=bucket_of(tokens, _LEAST_ROWS[kernel]))
         tile = choose_tile(kernel, base, n, k, self._of.chip, lambda tile: 0)
         rows = -(-tokens // tile.block_m) * tile.block_m
         return _parts(tile.split_k, rows, -(-n // tile.block_n) * tile.block_n)
-
-    def _block_part_bytes(self, tokens: int, n: int, k: int) -> int | None:
-        """`_part_bytes` of many rows times an FP8 weight with scales by blocks."""
-        if self._of.kernel != "fp8_gemm" or self._of.quantization.granularity != "block":
-            return None
-        launch = fp8_hopper_choice.choose_launch(tokens, n, k, self._of.chip)
-        return None if launch is None else launch.partial_bytes(tokens, n)
 
     def _by_library(self, tokens: int, n: int, k: int) -> Block | None:
         """The product by cuBLAS, and what is made for it."""

@@ -13,7 +13,6 @@ from multilora_kernels.fp8_gemm import (
     fp8_weight,
     quantise_weight,
 )
-from multilora_kernels.fp8_hopper import Fp8HopperLaunch, run_fp8_hopper
 from multilora_kernels.fp8_weight_only import (
     fp8_weight_only,
     fp8_weight_only_ref,
@@ -106,11 +105,7 @@ def test_the_split_never_depends_on_the_batch(n: int, k: int, chip: Chip) -> Non
     assert op.choose_launch(4096, n, k, chip, blockwise=False) is op.Path.ROWS
     # The row-wise library form knows no fp16: its bf16 result would be 4 times too coarse.
     assert op.choose_launch(4096, n, k, chip, False, torch.float16) is op.Path.SCALED
-    many = op.choose_launch(4096, n, k, chip, blockwise=True)
-    if chip == H200 and k % 128 == 0:
-        assert isinstance(many, Fp8HopperLaunch)
-    else:
-        assert many is op.Path.WIDENED
+    assert op.choose_launch(4096, n, k, chip, blockwise=True) is op.Path.WIDENED
     assert wo.choose_launch(4096, n, k, chip)[0] is None
     assert isinstance(op.choose_launch(4096, n, k + 8, chip, blockwise=False), Tile)
 
@@ -238,35 +233,3 @@ def test_device_rows_are_independent_of_the_batch(kind: str) -> None:
         poisoned = multiply(poisoned_x)
         keep = [row for row in range(64) if row != 3]
         assert torch.equal(poisoned[keep], whole[keep]) and bool(poisoned[3].isnan().all())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="its multiplies are Hopper's",
-)
-@pytest.mark.parametrize(
-    "launch",
-    [
-        Fp8HopperLaunch(),
-        Fp8HopperLaunch(split_k=4),
-        Fp8HopperLaunch(block_m=128, num_stages=6),
-        Fp8HopperLaunch(block_m=128, num_stages=6, split_k=2),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (576, 640), (200, 384), (4096, 14336)])
-def test_device_blocks_on_hopper(n: int, k: int, launch: Fp8HopperLaunch) -> None:
-    weight = random_weight(n, k, "block", "cuda")
-    for m, dtype in ((65, torch.bfloat16), (128, torch.float16), (300, torch.bfloat16)):
-        xq, sx = weight.quantise(random_x(m, k, dtype, "cuda"))
-        y = run_fp8_hopper(xq, sx, weight, dtype, launch)
-        exact = fp8_gemm_ref(xq, sx, weight, torch.float64, torch.float64)
-        limit = 4e-3 if dtype == torch.bfloat16 else 1e-3
-        assert relative_error(y, exact) < limit, f"M={m}"
-        for _ in range(3):
-            assert torch.equal(y, run_fp8_hopper(xq, sx, weight, dtype, launch)), f"M={m}"
-        assert not weight.counters.any()
-        sx[m - 1] = float("nan")
-        poisoned = run_fp8_hopper(xq, sx, weight, dtype, launch)
-        assert torch.equal(poisoned[:-1], y[:-1]) and bool(poisoned[-1].isnan().all())

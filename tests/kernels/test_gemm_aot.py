@@ -14,7 +14,6 @@ from multilora_kernels import (
     bf16_gemv,
     bf16_rows,
     fp8_gemm,
-    fp8_hopper,
     fp8_quant,
     fp8_weight_only,
 )
@@ -288,43 +287,3 @@ def test_bf16_gemv(sm: int) -> None:
         "PREFETCH": launch.prefetch,
     }
     assert_fits(bf16_gemv.bf16_gemv_kernel, signature, values, sm, launch.num_warps)
-
-
-@pytest.mark.parametrize(
-    "launch",
-    [
-        fp8_hopper.Fp8HopperLaunch(split_k=4),
-        fp8_hopper.Fp8HopperLaunch(block_m=128, num_stages=6),
-    ],
-)
-def test_fp8_hopper(launch: fp8_hopper.Fp8HopperLaunch, tmp_path: Path) -> None:
-    constexprs = {
-        "BLOCK_M": launch.block_m,
-        "BLOCK_N": launch.block_n,
-        "SPLIT_K": launch.split_k,
-        "STAGES": launch.num_stages,
-        "PDL": True,
-    }
-    signature = {
-        "x_ptr": "*fp8e4nv",
-        "sx_ptr": "*fp32",
-        "w_ptr": "*fp8e4nv",
-        "sw_ptr": "*fp32",
-        "y_ptr": "*bf16",
-        "partial_ptr": "*fp32",
-        "counter_ptr": "*i32",
-        "M": "i32",
-        "N": "i32:16",
-        "K": "i32:16",
-    }
-    kernel = fp8_hopper.fp8_hopper_kernel
-    compiled = compiled_for(kernel, signature, constexprs, 90, num_warps=8)
-    assert int(compiled.metadata.shared) <= CHIPS[90].shared_bytes
-    assert_waits_first(kernel, signature, constexprs, num_warps=8)
-    # A block of 128 inputs is four instructions and a wait, and nothing is spilled between.
-    code = machine_code(compiled, tmp_path)
-    tiles = launch.block_m // 128
-    assert code.count("QGMMA.") == 4 * tiles
-    assert code.count("WARPGROUP.DEPBAR") == tiles
-    multiplies = code[code.index("QGMMA.") : code.rindex("QGMMA.")]
-    assert "LDL" not in multiplies and "STL" not in multiplies
