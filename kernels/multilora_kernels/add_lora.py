@@ -35,15 +35,8 @@ def add_lora(
     segments: Segments,
     layer: int,
     group: str,
-    *,
-    early: bool = False,
 ) -> None:
-    """Add the adapters' deltas of one projection group of one layer to `y`, in place.
-
-    `early`, for calls in a captured graph (sm_90 and newer; elsewhere it changes nothing): the
-    shrink begins while the kernel in front of it still runs, and asks for weights before it waits
-    for that to end. Work lists, table and weights must have been written before the graph's launch.
-    """
+    """Add the adapters' deltas of one projection group of one layer to `y`, in place."""
     if not segments.has_adapters:
         return
     _check(y, x, pool, table, segments, group)
@@ -54,7 +47,7 @@ def add_lora(
     if work.num_tiles == 0:
         return None
     weights = pool.view(-1).view(x.dtype)
-    planes = sgmv_shrink(x, weights, table, lists, work, layer, early=early)
+    planes = sgmv_shrink(x, weights, table, lists, work, layer)
     return sgmv_expand(y, planes, weights, table, lists, work, layer)
 
 

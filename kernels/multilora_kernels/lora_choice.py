@@ -67,9 +67,7 @@ class LoraChoice:
     expand_warps: int
     shrink_registers: int | None  # cap per thread; None leaves it to the compiler
     expand_registers: int | None
-    # Decode: caps on the two grids; more work than that is walked in turns.
-    shrink_per_sm: int
-    programs_per_sm: int
+    programs_per_sm: int  # cap on a decode grid; more work than that is walked in turns
     pdl: bool
     # Captured steps: priority of the stream on which the shrink runs beside the base multiply, 0 or
     # -1 (first); None: after the multiply, on the same stream.
@@ -168,7 +166,7 @@ def prefill_bucket(num_tokens: int) -> int:
 
 
 def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
-    """16 x 1024 of A and 16 KiB of B per program in flight.
+    """16 x 1024 of A and 16 or 32 KiB of B per program in flight.
 
     Registers are capped for the sake of rows alone on their adapter: the paths for shared rows take
     130 to 168 if left to themselves, room for three programs a multiprocessor instead of six.
@@ -183,18 +181,16 @@ def _decode(num_tokens: int, chip: Chip) -> LoraChoice:
         shrink_stages=4 if many else 3,
         dot_k=128,
         row_splits=2 if many else 4,
-        block_n=128,
-        n_steps=8 if many else 1,
+        block_n=256 if many else 128,
+        n_steps=4 if many else 1,
         expand_stages=3,
         wanted_tasks=2 * chip.num_sms,
-        rows_n=128,
+        rows_n=256 if many else 128,
         expand_warps=4,
         shrink_registers=80,
-        # Up to 64 rows the last bit of latency counts, above that loads in flight.
-        expand_registers=80 if many else 128,
-        shrink_per_sm=16 if many else 6,
-        # As many as run at once: all of them begin while the multiply ends.
-        programs_per_sm=6 if many else 4,
+        expand_registers=128,
+        # As many expand programs as run at once: all of them begin while the multiply ends.
+        programs_per_sm=16 if many else 4,
         pdl=chip.has_pdl,
         # The multiply of a few rows has thousands of short programs, and behind them a shrink would
         # begin when they end: 4.60 ms a step instead of 4.45 at one row. A library's multiply fills
@@ -225,7 +221,6 @@ def _prefill(group: GroupShape, num_tokens: int, chip: Chip) -> LoraChoice:
         expand_warps=4,
         shrink_registers=None,
         expand_registers=None,
-        shrink_per_sm=32,
         programs_per_sm=32,
         pdl=chip.has_pdl,
         side_priority=None,

@@ -9,10 +9,9 @@ writes its own plane, so there is nothing to clear and nothing is added atomical
 adds the planes in order. Ranks beyond a tile's width come out as zero.
 
 Decode: one program per rank tile and span, by a vector path for segments of one row. Rows that
-share an adapter go through 16-row matrix tiles, of which there are few: ROW_SPLITS programs a span.
-Started early, it reads its records and the weights of a row alone before it waits for what makes x.
-Prefill: one program per 64 rows and span, for up to four rank tiles of any modules of the group, so
-x is read once.
+share an adapter go through 16-row matrix tiles, of which there are few: ROW_SPLITS programs to a
+span. Prefill: one program per 64 rows and span, for up to four rank tiles of any modules of the
+group, so x is read once.
 """
 
 import torch
@@ -45,7 +44,7 @@ def _load_tile(tiles_ptr, index):
 @triton.jit
 def _shrink_row(
     x_ptr, stride_xm, row_ptr, a_ptr, width, length, out_ptr, k_start, d_in, next_entry_ptr,
-    BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, EVEN_K: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """One row by multiply and sum: all of the tile's loads are in flight at once.
 
@@ -62,14 +61,11 @@ def _shrink_row(
         a_mask = (r < width)[:, None]
         if EVEN_K:
             a = tl.load(a_ptrs, mask=a_mask, other=0)
-        else:
-            a = tl.load(a_ptrs, mask=a_mask & (k < d_in - k_start)[None, :], other=0)
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-        if EVEN_K:  # noqa: SIM108 - at compile time
             x = tl.load(x_row + k)
         else:
-            x = tl.load(x_row + k, mask=k < d_in - k_start, other=0)
+            k_mask = k < d_in - k_start
+            a = tl.load(a_ptrs, mask=a_mask & k_mask[None, :], other=0)
+            x = tl.load(x_row + k, mask=k_mask, other=0)
         if i == 0:
             next_entry = tl.load(next_entry_ptr)
         h += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
@@ -77,26 +73,20 @@ def _shrink_row(
     return next_entry
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _shrink_rows(
     x_ptr, stride_xm, row_ptr, num_rows, a_ptr, width, length, out_ptr, k_start, d_in,
-    BLOCK_M: tl.constexpr, SPAN: tl.constexpr, DOT_K: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT_K: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, SPAN: tl.constexpr, DOT_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_M rows of one adapter by matrix tiles, STAGES - 1 steps of DOT_K under way.
-
-    A function of its own: within the loop of a kernel that starts early, what its addresses are
-    made of would take registers that the weights of a row alone are in.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    """Up to BLOCK_M rows of one adapter by matrix tiles."""
     r = tl.arange(0, 16)
     m = tl.arange(0, BLOCK_M)
     m_mask = m < num_rows
     token = tl.load(row_ptr + m, mask=m_mask, other=0).to(tl.int64)
     x_rows = x_ptr + token * stride_xm + k_start
     acc = tl.zeros([BLOCK_M, 16], dtype=tl.float32)
-    for k0 in tl.range(0, SPAN, DOT_K, num_stages=STAGES):
+    for k0 in range(0, SPAN, DOT_K):
         k = k0 + tl.arange(0, DOT_K)
         k_mask = (k < d_in - k_start)[None, :]
         a_mask = (r < width)[:, None] & k_mask
@@ -112,8 +102,8 @@ def shrink_decode_kernel(
     x_ptr, weights_ptr, planes_ptr, offsets_ptr, tiles_ptr, rows_ptr, counts_ptr, layer_start,
     d_in, stride_xm, CELL: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr, K_STEPS: tl.constexpr, SPLIT_K: tl.constexpr, DOT_K: tl.constexpr,
-    ROW_SPLITS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    ROW_SPLITS: tl.constexpr, EVEN_K: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         # At the very start: the expand programs load their weights while this kernel runs.
@@ -140,28 +130,22 @@ def shrink_decode_kernel(
         out = planes_ptr + (plane.to(tl.int64) * SPLIT_K + split) * 16
         if entry < 0:
             next_entry = tl.load(next_entry_ptr)
-            if EARLY:
-                tl.extra.cuda.gdc_wait()
         elif num_rows == 1:
             next_entry = _shrink_row(
                 x_ptr, stride_xm, rows_ptr + start, a_ptr, width, length, out, k_start, d_in,
-                next_entry_ptr, BLOCK_K, K_STEPS, EVEN_K, EARLY,
+                next_entry_ptr, BLOCK_K, K_STEPS, EVEN_K,
             )  # fmt: skip
         else:
             next_entry = tl.load(next_entry_ptr)
             part = (num_rows >> 16) * (SPAN // ROW_SPLITS)
             _shrink_rows(
                 x_ptr, stride_xm, rows_ptr + start, num_rows & 0xFFFF, a_ptr + part, width, length,
-                out, k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, STAGES, SPLIT_K,
-                EARLY, COMPUTE, PRECISION,
+                out, k_start + part, d_in, BLOCK_M, SPAN // ROW_SPLITS, DOT_K, SPLIT_K, COMPUTE,
+                PRECISION,
             )  # fmt: skip
         unit += stride
         cell, start, num_rows, plane = next_cell, next_start, next_rows, next_plane
         entry = next_entry
-    if EARLY:  # noqa: SIM102 - one at compile time, one on the device
-        if total == 0:
-            # The expand behind it waits for this kernel alone, and y is made in front of it.
-            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["layer_start", "plane_rows"])
@@ -238,12 +222,8 @@ def sgmv_shrink(
     lists: WorkLists,
     group: GroupLists,
     layer: int,
-    *,
-    early: bool = False,
 ) -> torch.Tensor:
-    """Launch the shrink of one group; returns the planes that `sgmv_expand` reads.
-
-    `early`: see `add_lora`."""
+    """Launch the shrink of one group; returns the planes that `sgmv_expand` reads."""
     choice, shape = group.choice, group.shape
     assert x.dtype == weights.dtype and x.shape[1] == shape.d_in and x.stride(1) == 1
     splits = choice.splits(shape.d_in)
@@ -265,17 +245,14 @@ def sgmv_shrink(
         "maxnreg": choice.shrink_registers,
     }
     if choice.is_decode:
-        early = early and choice.pdl
-        grid = (lists.decode_grid(group.num_tiles * splits, choice.shrink_per_sm),)
+        grid = (lists.decode_grid(group.num_tiles * splits, choice),)
         shrink_decode_kernel[grid](
             x, weights, planes, table.offsets, group.tiles, lists.rows, group.counts,
             layer_start, shape.d_in, x.stride(0),
-            DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits, STAGES=choice.shrink_stages,
-            EARLY=early,
+            DOT_K=choice.dot_k, ROW_SPLITS=choice.row_splits,
             EVEN_K=shape.d_in % choice.span == 0,
             # Products of 16-bit numbers are exact in fp32; for others see `sgmv_expand`.
             enable_fp_fusion=x.dtype != torch.float32, **constants,
-            **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     else:
         shrink_prefill_kernel[(group.num_bands * splits,)](

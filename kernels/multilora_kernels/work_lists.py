@@ -326,14 +326,14 @@ class WorkLists:
         buffers = (self._tiles, self._tasks, self._bands, self._counts, self.rows, self._planes)
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
-    def decode_grid(self, expected: int, per_sm: int) -> int:
+    def decode_grid(self, expected: int, choice: LoraChoice) -> int:
         """Programs of a decode launch that expects so much work.
 
         At least one a multiprocessor, for steps of higher rank than the graph was captured for
-        (an idle program costs 0.6 ns); at most `per_sm` times as many, the rest is walked in turns.
+        (an idle program costs 0.6 ns); at most what the choice allows, the rest is walked in turns.
         """
         sms = self.chip.num_sms
-        return max(sms, min(expected, per_sm * sms))
+        return max(sms, min(expected, choice.programs_per_sm * sms))
 
     def planes(self, num_rows: int, splits: int) -> torch.Tensor:
         """Flat fp32 scratch for `num_rows` x `splits` partial sums of 16 ranks."""

@@ -100,15 +100,30 @@ def test_programs_of_a_captured_step_find_a_record_each(
             lists.expect(rows, kind.rank, kind.groups)
             for group in lists.groups.values():
                 splits = group.choice.splits(group.shape.d_in)
-                tiles = (
-                    lists.decode_grid(group.num_tiles * splits, group.choice.shrink_per_sm) - 1
-                ) // splits
-                tasks = lists.decode_grid(group.num_tasks, group.choice.programs_per_sm) - 1
+                tiles = (lists.decode_grid(group.num_tiles * splits, group.choice) - 1) // splits
+                tasks = lists.decode_grid(group.num_tasks, group.choice) - 1
                 for buffer, region, last in (
                     (lists._tiles, group.tiles, tiles), (lists._tasks, group.tasks, tasks)
                 ):  # fmt: skip
                     begin = (region.data_ptr() - buffer.data_ptr()) // region[0].nbytes
                     assert begin + last < len(buffer), (group.shape.name, max_tokens, rows)
+
+
+def test_a_captured_step_has_a_program_for_all_work_of_skewed_rows() -> None:
+    """What several rows share is cut more finely than what rows have to themselves."""
+    lists = lists_of(H200, 16, 64, rank=16)
+    lists._write = lambda *_: None  # type: ignore[method-assign]
+    lists.reserve(16)
+    indptr = np.cumsum([0, 1, 1, 2, 3, 4, 5]).astype(np.int32)
+    lists.update(np.arange(16, dtype=np.int32), indptr, np.ones(6, np.int32), 16)
+    listed = {name: (group.num_tiles, group.num_tasks) for name, group in lists.groups.items()}
+    lists.expect(16, 16, tuple(listed))
+    for name, (tiles, tasks) in listed.items():
+        group = lists.groups[name]
+        splits = group.choice.splits(group.shape.d_in)
+        assert lists.decode_grid(group.num_tiles * splits, group.choice) >= tiles * splits, name
+        at_once = group.choice.programs_per_sm * H200.num_sms
+        assert lists.decode_grid(group.num_tasks, group.choice) >= min(tasks, at_once), name
 
 
 def test_prompts_add_their_planes_and_lists() -> None:

@@ -1,7 +1,6 @@
 """The LoRA kernels compiled for cards that are not here: types, and shared memory within limits."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +70,7 @@ def shrink_arguments(sm: int, name: str, tokens: int) -> tuple[Any, dict[str, st
     }
     if choice.is_decode:
         fixed |= {"DOT_K": choice.dot_k, "ROW_SPLITS": choice.row_splits}
-        fixed["STAGES"] = choice.shrink_stages
-        fixed |= {"EVEN_K": shape.d_in % choice.span == 0, "EARLY": choice.pdl}
+        fixed["EVEN_K"] = shape.d_in % choice.span == 0
         return shrink_decode_kernel, {**signature, "counts_ptr": "*i32"}, fixed
     signature |= {"bands_ptr": "*i32", "counts_ptr": "*i32", "plane_rows": "i32"}
     return shrink_prefill_kernel, signature, {**fixed, "BAND": SIDE_BY_SIDE}
@@ -121,7 +119,6 @@ def test_decode_kernels_keep_loads_in_flight(name: str, tokens: int, tmp_path: P
     """Registers for 128 KiB of weights under way on a multiprocessor; at most 16 words spilled."""
     choice = choose(SHAPES[name], tokens, H200)
     kernel, signature, fixed = shrink_arguments(90, name, tokens)
-    fixed["EARLY"] = False
     shrink = compiled_for(
         kernel, signature, fixed, 90, choice.shrink_warps, choice.shrink_stages,
         maxnreg=choice.shrink_registers,
@@ -163,50 +160,14 @@ def test_planes_and_y_are_not_touched_before_the_wait(
     assert reached_before_the_wait(ptx.replace("griddepcontrol.wait", ""), ("st.global",)) != []
 
 
-def test_x_is_not_read_before_the_wait() -> None:
-    """Records, table and weights are, which is what an early start is for."""
-    kernel, signature, fixed = shrink_arguments(90, "qkv", 16)
-    ptx = compiled_for(kernel, signature, fixed, 90, 4, 3).asm["ptx"]
-    bodies = functions(ptx)
-    (entry,) = (body for body in bodies if "launch_dependents" in body)
-    # No entry of the table, a row alone, nothing to do at all; shared rows in a function of theirs.
-    assert entry.count("griddepcontrol.wait") == 3 and len(bodies) == 2
-    ends = (" ]", "]", " +", "+")
-    for body in bodies:
-        x = [f"[ {register}{end}" for register in addresses_from(body, 0) for end in ends]
-        assert len(x) > 8 and early_lines(body, ("st.global", *x)) == []
-        assert early_lines(body.replace("griddepcontrol.wait", ""), x) != []
-    assert len(early_lines(entry, ("ld.global.v4",))) >= 16, "the weights of a row alone"
-
-
-def addresses_from(ptx: str, parameter: int) -> set[str]:
-    """Registers that are calculated from a pointer argument of the kernel."""
-    (first,) = re.findall(rf"ld\.param\.b64\s+(%rd\d+), \[[\w$]+_param_{parameter}\];", ptx)
-    found, before = {first}, 0
-    while len(found) > before:
-        before = len(found)
-        for line in ptx.splitlines():
-            made = re.match(
-                r"\s*(?:@\S+ )?(?:add|mad|mov|cvta|selp|sub)\S*\s+(%rd\d+), (.*);", line
-            )
-            if made is not None and found & set(re.findall(r"%rd\d+", made[2])):
-                found.add(made[1])
-    return found
-
-
 def reached_before_the_wait(ptx: str, words: tuple[str, ...]) -> list[str]:
     """Instructions with one of `words` on any way from the start of the kernel, or of a function
     that it calls, that has passed no wait yet."""
-    return [line for body in functions(ptx) for line in early_lines(body, words)]
-
-
-def functions(ptx: str) -> list[str]:
-    """The kernel and the functions that it calls."""
     bodies = re.split(r"\.(?:func|entry)\b", ptx)[1:]
-    return [body for body in bodies if "\n{" in body]
+    return [line for body in bodies if "\n{" in body for line in early_lines(body, words)]
 
 
-def early_lines(body: str, words: Sequence[str]) -> list[str]:
+def early_lines(body: str, words: tuple[str, ...]) -> list[str]:
     """The same in one of them."""
     blocks: list[list[str]] = [[]]
     labels: dict[str, int] = {}
@@ -245,10 +206,5 @@ def test_the_list_writer_compiles(sm: int) -> None:
     lists = ("runs", "cells", "source_rows", "source_counts", "tiles", "tasks", "bands", "rows")
     signature = {f"{name}_ptr": "*i32" for name in (*lists, "counts")}
     signature |= {"num_runs": "i32", "num_rows": "i32"}
-    fixed = {
-        "RUN_FIELDS": RUN_FIELDS,
-        "BAND": SIDE_BY_SIDE,
-        "WRITE": 32,
-        "COPY": 1024,
-    }
+    fixed = {"RUN_FIELDS": RUN_FIELDS, "BAND": SIDE_BY_SIDE, "WRITE": 32, "COPY": 1024}
     assert_fits(write_lists_kernel, signature, fixed, sm, 1)

@@ -149,7 +149,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> Record:
     monkeypatch.setattr(side_stream.torch.cuda, "stream", made.on)
     monkeypatch.setattr(side_stream.torch.cuda, "current_stream", lambda device: made.current)
 
-    def shrink(*_: Any, **__: Any) -> torch.Tensor:
+    def shrink(*_: Any) -> torch.Tensor:
         made.launch("shrink", {"x"}, {"planes"})
         return torch.zeros(0)
 

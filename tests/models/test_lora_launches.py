@@ -28,7 +28,7 @@ def test_launches_do_not_grow_with_the_number_of_adapters(
     launches: Counter[str] = Counter()
 
     def count(name: str) -> Callable[..., torch.Tensor]:
-        def launch(*_: Any, **__: Any) -> torch.Tensor:
+        def launch(*_: Any) -> torch.Tensor:
             launches[name] += 1
             return torch.empty(0)
 

@@ -49,7 +49,6 @@ DECODE_CHOICES: tuple[Mapping[str, Any], ...] = tuple(
     {
         "block_n": block_n, "expand_registers": expand, "rows_n": rows_n,
         "shrink_registers": shrink, "row_splits": row_splits, "programs_per_sm": cap,
-        "shrink_per_sm": cap,
     }
     for block_n, expand, rows_n, shrink, row_splits, cap in (
         (128, None, 128, 80, 4, 16),
@@ -191,8 +190,9 @@ class LoraCell:
 
             def run(index: int) -> None:
                 turn, layer = divmod(index, fleet.layers)
-                where = (fleet.pool, fleet.table, turns[turn], layer, self.group)
-                add_lora(y[index], x[index], *where, early=True)
+                add_lora(
+                    y[index], x[index], fleet.pool, fleet.table, turns[turn], layer, self.group
+                )
 
             return run
 
@@ -209,7 +209,7 @@ class LoraCell:
         y = torch.zeros(self.rows, sum(s[1] for s in shapes), device=device, dtype=torch.bfloat16)
         segments = Segments(self.rows, device, choose=forced(tuned))
         segments.build([1] * self.rows)
-        add_lora(y, x, fleet.pool, fleet.table, segments, 0, self.group, early=True)
+        add_lora(y, x, fleet.pool, fleet.table, segments, 0, self.group)
 
     def segments(
         self, fleet: DeviceFleet, turn: int, device: torch.device, choice: Choose
@@ -342,8 +342,7 @@ def _step_case(rows: int, groups: tuple[str, ...]) -> Case:
         def run(_: int) -> None:
             for layer in range(LAYERS):
                 for group, x, y in parts:
-                    where = (fleet.pool, fleet.table, segments, layer, group)
-                    add_lora(y[layer], x[layer], *where, early=True)
+                    add_lora(y[layer], x[layer], fleet.pool, fleet.table, segments, layer, group)
 
         return Built(1, {"ours": run})
 
