@@ -26,6 +26,16 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 30) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Under nohup the tests would start servers that ignore SIGHUP, as they should then."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def own(signature_fleet: Path, tmp_path: Path) -> Iterator[Served]:
     """A server on a fleet file of its own, that the test may change."""
