@@ -154,16 +154,20 @@ def test_diff_and_apply(server: Server) -> None:
     path = server.folder / "fleet.yaml"
     assert mlora(server, "diff", str(path)).strip().endswith("nothing differs")
     write_adapter(server.folder / "adapters" / "new", seed=30)
+    far = f"a{'-long' * 12}-folder/new"
+    write_adapter(server.folder / "adapters" / far, seed=31)
     path.write_text(
-        fleet_text("upper", "acme/legal", "new").replace("s/upper}", "s/new, pin: hot}")
+        fleet_text("upper", "acme/legal", "new").replace("s/upper}", f"s/{far}, pin: hot}}")
     )
     lines = [
         line.split("\t") for line in mlora(server, "diff", str(path), exit_code=1).splitlines()
     ]
-    assert ["-", "acme/medical", f"{server.folder}/adapters/acme-medical"] in lines
+    removed = f"{server.folder}/adapters/acme-medical"
+    assert ["-", "acme/medical", removed] in lines, "however long the folder is"
     found = {line[1]: (line[0], line[2]) for line in lines if len(line) == 3}
     assert found["new"] == ("+", f"source {server.folder}/adapters/new")
-    assert found["upper"][0] == "~" and found["upper"][1].endswith("pin none -> hot")
+    was, now = (f"{server.folder}/adapters/{each}" for each in ("upper", far))
+    assert found["upper"] == ("~", f"source {was} -> {now}, pin none -> hot")
     report = json.loads(mlora(server, "diff", str(path), "--json", exit_code=1))
     assert {row["change"] for row in report["changes"]} == {"added", "removed", "changed"}
     assert "applied, 4 changed" in mlora(server, "apply", str(path))
