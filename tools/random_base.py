@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from multilora_cli.bench.geometries import named_config
-from multilora_cli.sizing.geometry import ModelGeometry, read_geometry
+from multilora_cli.sizing.geometry import ModelGeometry, projection_name, read_geometry
 
 SHARD_BYTES = 4 * 2**30
 
@@ -25,12 +25,10 @@ def shapes(geometry: ModelGeometry) -> Iterator[tuple[str, tuple[int, ...]]]:
     width = geometry.hidden_size
     yield "model.embed_tokens.weight", (geometry.vocab_size, width)
     for layer in range(geometry.num_layers):
-        name = f"model.layers.{layer}"
         for module, (d_in, d_out) in geometry.module_shapes.items():
-            part = "self_attn" if module[0] in "qkvo" else "mlp"
-            yield f"{name}.{part}.{module}.weight", (d_out, d_in)
+            yield f"{projection_name(layer, module)}.weight", (d_out, d_in)
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{name}.{norm}.weight", (width,)
+            yield f"model.layers.{layer}.{norm}.weight", (width,)
     yield "model.norm.weight", (width,)
     if not geometry.tie_word_embeddings:
         yield "lm_head.weight", (geometry.vocab_size, width)
