@@ -9,7 +9,7 @@ import pytest
 
 from multilora_cli.adapters.lease import Lease, State
 from multilora_cli.memory.page_pool import PageUse
-from tests.adapters.test_residency import settle, state_of
+from tests.adapters.residency_kit import settle, state_of
 from tests.engine.bookkeeping_kit import PAGE, Books, FakeVersion
 
 A, B, C, D = (FakeVersion(f"v{i}", 4) for i in range(4))

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.adapters.test_residency import Walk
+from tests.adapters.residency_kit import Walk
 
 CHOICES = st.randoms(use_true_random=False)
 
